@@ -1,0 +1,31 @@
+# The four doors. Each makes .venv first if it is missing or older than the lock.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+
+.PHONY: demo test check bench
+.DELETE_ON_ERROR:
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+# The headline study: gradients at initialisation, the small training sweep, figures and report.
+demo: $(VENV)/.installed
+	$(PY) experiments/init_profile.py
+	$(PY) experiments/init_profile.py +sweeps=xiong_depth
+	$(PY) experiments/train.py +sweeps=demo
+	$(PY) analysis/report.py runs/demo runs/init_profile runs/xiong_depth
+
+test: $(VENV)/.installed
+	$(PY) -m pytest
+
+check: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: $(VENV)/.installed
+	$(PY) benchmarks/statistics_cost.py
