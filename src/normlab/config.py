@@ -1,0 +1,256 @@
+"""Types and limits of conf/. Values live in the YAML files; nothing here has a default.
+
+Everything past `load` is frozen, typed and checked; an unknown key is an error.
+"""
+
+import difflib
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from normlab.ffn import ACTIVATIONS
+from normlab.init import INITS
+from normlab.norm import NORMS
+from normlab.optim import OPTIMIZERS, SCHEDULES
+from normlab.residual import PLACEMENTS
+
+
+class ConfigError(ValueError):
+    """A user's mistake, told in one line: key, value, what is accepted."""
+
+
+def _one_of(names: Set[str] | Mapping[str, Any]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            close = difflib.get_close_matches(value, names, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"accepted: {', '.join(names)}{hint}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _existing(path: str | None) -> str | None:
+    """Absolute, so that a job that starts elsewhere reads the same file."""
+    if path is None:
+        return None
+    found = Path(path).expanduser().absolute()
+    if not found.exists():
+        raise ValueError("no such file or folder")
+    return str(found)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return name
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in {"cpu", "cuda", "mps"}:
+        raise ValueError("accepted: auto, cpu, cuda, cuda:N, mps")
+    if kind != "cpu" and not getattr(torch, kind).is_available():
+        raise ValueError(f"this machine has no {kind} device; accepted here: auto, cpu")
+    return name
+
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+
+
+class Section(BaseModel):
+    """A part of the config: immutable, no unknown key, no silent conversion of a value's type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    depth: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    ffn_ratio: PositiveFloat
+    context: PositiveInt
+    norm: Annotated[str, _one_of(NORMS)]
+    norm_eps: NonNegativeFloat
+    placement: Annotated[str, _one_of(PLACEMENTS)]
+    activation: Annotated[str, _one_of(ACTIVATIONS)]
+    init: Annotated[str, _one_of(INITS)]
+    position: Annotated[str, _one_of({"learned", "sinusoidal", "rotary", "none"})]
+    qk_norm: bool
+    bias: bool
+    tie: bool
+    scale_embedding: bool
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> "ModelConfig":
+        if self.width % self.heads:
+            raise ValueError(f"model.heads={self.heads} must divide model.width={self.width}")
+        if self.position == "rotary" and self.width // self.heads % 2:
+            raise ValueError(
+                f"model.position=rotary rotates pairs: the head width model.width / model.heads = "
+                f"{self.width // self.heads} must be even"
+            )
+        return self
+
+
+class TextConfig(Section):
+    name: Literal["text"]
+    path: Annotated[str | None, AfterValidator(_existing)]
+    glob: str | None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)]
+    batch_size: PositiveInt
+
+
+class MarkovConfig(Section):
+    name: Literal["markov"]
+    vocab: Annotated[int, Field(ge=2)]
+    order: NonNegativeInt
+    concentration: PositiveFloat
+    source_seed: NonNegativeInt
+    batch_size: PositiveInt
+
+    @model_validator(mode="after")
+    def _table_fits(self) -> "MarkovConfig":
+        if self.vocab ** (self.order + 1) > 2**24:
+            raise ValueError(
+                f"data.vocab={self.vocab} to the power data.order + 1 = {self.order + 1} is the size of the "
+                f"transition table; accepted: at most 2^24"
+            )
+        return self
+
+
+class OptimConfig(Section):
+    name: Annotated[str, _one_of(OPTIMIZERS)]
+    lr: PositiveFloat
+    warmup_steps: NonNegativeInt
+    schedule: Annotated[str, _one_of(SCHEDULES)]
+    final_lr_ratio: Annotated[float, Field(ge=0, le=1)]
+    clip: Annotated[float, Field(gt=0)] | None
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    momentum: Fraction
+
+
+class LogConfig(Section):
+    mode: Literal["offline", "online", "disabled"]
+    project: str
+    entity: str | None
+    every: PositiveInt
+    progress: bool
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt
+    batches: PositiveInt
+
+
+class ProbeConfig(Section):
+    every: NonNegativeInt
+    batches: NonNegativeInt
+
+
+class SpikesConfig(Section):
+    kappa: PositiveFloat
+    window: Annotated[int, Field(ge=2)]
+    min_history: Annotated[int, Field(ge=2)]
+    min_height: NonNegativeFloat
+
+
+class VerdictConfig(Section):
+    stalled_below: Annotated[float, Field(ge=0, le=1)]
+
+
+class Config(Section):
+    model: ModelConfig
+    data: Annotated[TextConfig | MarkovConfig, Field(discriminator="name")]
+    optim: OptimConfig
+    log: LogConfig
+    eval: EvalConfig
+    probe: ProbeConfig
+    spikes: SpikesConfig
+    verdict: VerdictConfig
+    study: FolderName
+    seed: NonNegativeInt
+    steps: NonNegativeInt
+    device: Annotated[str, AfterValidator(_device)]
+    precision: Literal["fp32", "bf16"]
+    compile: bool
+    runs_dir: str
+    force: bool
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> "Config":
+        if self.steps and self.optim.warmup_steps > self.steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.optim.warmup_steps} is longer than the run: at most steps={self.steps}"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Every setting that can change a number of the result; names, paths, logging and launching left out."""
+        exclude = {"study", "runs_dir", "force", "log", "device"}
+        settings = self.model_dump(mode="json", exclude=exclude)
+        for key in ("path", "glob"):  # the content's hash stands for them
+            settings["data"].pop(key, None)
+        return settings
+
+
+def load(raw: DictConfig | Mapping[str, Any]) -> Config:
+    """The one door from Hydra to typed settings. Raises ConfigError with one line that names what is wrong."""
+    try:
+        tree = raw if isinstance(raw, DictConfig) else OmegaConf.create(dict(raw))
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    try:
+        return Config.model_validate(plain)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as `key=value: what is accepted`."""
+    path = [str(part) for part in error["loc"]]
+    if path[:1] == ["data"] and path[1:2] and path[1] in {"text", "markov"}:
+        del path[1]  # pydantic adds the name of the union's member
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return f"{key}={error['input']!r}: unknown key{suggest(path)}"
+    if error["type"] == "missing":
+        return f"{key}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error" and (not key or ("." not in key and " " in message and "=" in message)):
+        return message
+    can_be_null = key in {"optim.clip", "data.path", "data.glob", "log.entity"} and error["type"] != "value_error"
+    nullable = ", or null for none" if can_be_null else ""
+    return f"{key}={error['input']!r}: {message[0].lower()}{message[1:]}{nullable}"
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key that a config has."""
+    found = []
+    for name, field in section.model_fields.items():
+        members = getattr(field.annotation, "__args__", None) or (field.annotation,)
+        sections = [m for m in members if isinstance(m, type) and issubclass(m, Section)]
+        found += [k for m in sections for k in known_keys(m, f"{prefix}{name}.")] or [prefix + name]
+    return list(dict.fromkeys(found))
+
+
+def suggest(path: list[str]) -> str:
+    """'; did you mean ...?' for a misspelt key, else the keys that its section accepts."""
+    key, known = ".".join(path), known_keys()
+    close = difflib.get_close_matches(key, known, 1, cutoff=0.75)
+    if close:
+        return f"; did you mean {close[0]}?"
+    section = key.rpartition(".")[0]
+    return f"; accepted: {', '.join(k for k in known if k.rpartition('.')[0] == section) or ', '.join(known)}"

@@ -1,0 +1,238 @@
+"""Token sources. A batch is a pure function of (seed, step): a resumed run needs no state.
+
+H1 is the unigram entropy and H2 the bigram conditional entropy H(x_t | x_{t-1}), in nats: the two reference lines
+between which a run is judged (a stuck model sits at H1). `reference_loss` gives the same two numbers, and the source's
+own floor, for the very tokens that a run is evaluated on, which takes the sampling noise of those tokens out.
+"""
+
+import hashlib
+import sysconfig
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normlab.config import ConfigError, MarkovConfig, TextConfig
+
+TRAIN, HELD_OUT = 0, 1  # streams of the batch generator
+Batch = tuple[Tensor, Tensor]  # inputs and next-token targets, int64 (B, T) each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
+    """Tokens 0..vocab-1. log_p[j] is the (V^j, V) table of log p(next | the last j tokens, oldest first)."""
+
+    vocab: int
+    sha256: str
+    log_p: tuple[np.ndarray, ...] = field(repr=False)
+    entropies: tuple[float, ...]  # of log_p[j], nats
+    entropy_rate: float | None  # nats per token, None where it is not known
+
+    @property
+    def h1(self) -> float:
+        return self.entropies[0]
+
+    @property
+    def h2(self) -> float:
+        return self.entropies[min(1, len(self.entropies) - 1)]
+
+    def reference_loss(self, batch: Batch, known: int) -> float:
+        """Mean loss on these tokens of the best predictor that sees at most the last `known` of them."""
+        inputs, targets = (t.cpu().numpy() for t in batch)
+        known = min(known, len(self.log_p) - 1)
+        total = 0.0
+        for t in range(inputs.shape[1]):
+            j = min(known, t + 1)
+            state = np.zeros(len(inputs), dtype=np.int64)
+            for i in range(t + 1 - j, t + 1):
+                state = state * self.vocab + inputs[:, i]
+            total -= self.log_p[j][state, targets[:, t]].sum()
+        return float(total / targets.size)
+
+    @abstractmethod
+    def require(self, context: int) -> None:
+        """Raise ConfigError if a window of `context` tokens and its target does not fit."""
+
+    @abstractmethod
+    def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
+        """The training batch of a step."""
+
+    @abstractmethod
+    def held_out(self, count: int, size: int, context: int) -> list[Batch]:
+        """`count` evaluation batches, the same for every run."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Text(Source):
+    """Bytes of real text, a training and a held-out part."""
+
+    train: Tensor = field(repr=False)  # uint8, one dimension
+    val: Tensor = field(repr=False)
+
+    def require(self, context: int) -> None:
+        shorter = min(len(self.train), len(self.val))
+        if shorter <= context:
+            raise ConfigError(f"model.context={context}: the text's shorter part has {shorter} bytes; accepted: fewer")
+
+    def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
+        """Windows that start anywhere, drawn uniformly with replacement."""
+        starts = _words(seed, TRAIN, step, size) % np.uint64(len(self.train) - context)
+        return _windows(self.train, starts.astype(np.int64), context)
+
+    def held_out(self, count: int, size: int, context: int) -> list[Batch]:
+        """Windows spread evenly over the held-out part; batch i holds every count-th of them."""
+        starts = np.linspace(0, len(self.val) - context - 1, count * size).astype(np.int64)
+        return [_windows(self.val, starts[i::count], context) for i in range(count)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Markov(Source):
+    """A stationary chain of order k over V symbols, every entropy exact. State: the last k symbols, oldest first."""
+
+    order: int
+    stationary: np.ndarray = field(repr=False)  # (V^k,)
+    transition: np.ndarray = field(repr=False)  # (V^k, V)
+
+    def require(self, context: int) -> None:
+        """A chain has windows of any length."""
+
+    def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
+        return self._sample(_words(seed, TRAIN, step, size * (context + 2)), size, context)
+
+    def held_out(self, count: int, size: int, context: int) -> list[Batch]:
+        return [self._sample(_words(0, HELD_OUT, i, size * (context + 2)), size, context) for i in range(count)]
+
+    def _sample(self, words: np.ndarray, size: int, context: int) -> Batch:
+        """Sequences of context + 1 symbols that start in the stationary distribution."""
+        uniform = ((words >> np.uint64(11)) * 2.0**-53).reshape(context + 2, size)
+        start = np.searchsorted(self.stationary.cumsum(), uniform[0], side="right")
+        state = start.clip(max=len(self.stationary) - 1)
+        drawn = np.empty((size, context + 1), dtype=np.int64)
+        for t in range(context + 1):
+            if t < self.order:  # the starting state's own symbols
+                drawn[:, t] = state // self.vocab ** (self.order - 1 - t) % self.vocab
+            else:
+                passed = self.transition[state].cumsum(1) <= uniform[t + 1, :, None]
+                drawn[:, t] = passed.sum(1).clip(max=self.vocab - 1)
+                state = (state * self.vocab + drawn[:, t]) % len(self.stationary)
+        tokens = torch.from_numpy(drawn)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def load(cfg: TextConfig | MarkovConfig) -> Source:
+    """The configured source, kept between the jobs of a sweep. Raises ConfigError when the text is too short."""
+    key: Any = cfg  # frozen, hence hashable
+    return _load(key)
+
+
+@lru_cache(maxsize=4)
+def _load(cfg: TextConfig | MarkovConfig) -> Source:
+    return _load_text(cfg) if isinstance(cfg, TextConfig) else _make_markov(cfg)
+
+
+def _load_text(cfg: TextConfig) -> Text:
+    root = Path(cfg.path) if cfg.path else Path(sysconfig.get_paths()["stdlib"])
+    contents = [f.read_bytes() for f in _files(root, cfg)]
+    cuts = [round(len(c) * (1 - cfg.val_fraction)) for c in contents]
+    train = b"".join(c[:cut] for c, cut in zip(contents, cuts, strict=True))
+    val = b"".join(c[cut:] for c, cut in zip(contents, cuts, strict=True))
+    if min(len(train), len(val)) < 1024:
+        raise ConfigError(
+            f"data.path={str(root)!r}: {len(train)} training and {len(val)} held-out bytes; accepted: 1024 of each"
+        )
+    digest = hashlib.sha256()
+    for content in contents:  # lengths too, so that moving a file boundary changes the hash
+        digest.update(len(content).to_bytes(8, "big") + content)
+    train_tokens, val_tokens = (np.frombuffer(b, np.uint8).astype(np.int64) for b in (train, val))
+    log_p = _byte_frequencies(train_tokens)
+    h1 = -float(log_p[0][0, val_tokens].mean())
+    h2 = -float(log_p[1][val_tokens[:-1], val_tokens[1:]].mean())
+    return Text(
+        vocab=256,
+        sha256=digest.hexdigest(),
+        log_p=log_p,
+        entropies=(h1, h2),
+        entropy_rate=None,
+        train=torch.frombuffer(bytearray(train), dtype=torch.uint8),
+        val=torch.frombuffer(bytearray(val), dtype=torch.uint8),
+    )
+
+
+def _files(root: Path, cfg: TextConfig) -> list[Path]:
+    """The files to read, in an order that does not depend on the machine."""
+    if root.is_file():
+        return [root]
+    pattern = cfg.glob or ("**/*.py" if cfg.path is None else "**/*")
+    skip = {"site-packages", "test", "tests", "__pycache__"} if cfg.path is None else set()
+    relative = sorted(f.relative_to(root).as_posix() for f in root.glob(pattern) if f.is_file())
+    chosen = [root / r for r in relative if not skip & set(r.split("/"))]
+    if not chosen:
+        raise ConfigError(f"data.path={str(root)!r}: no file there matches data.glob={pattern!r}")
+    return chosen
+
+
+def _byte_frequencies(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """log p of the training part's unigrams and bigrams, add-one smoothed: (1, 256) and (256, 256).
+
+    H1 and H2 of a text are the held-out cross-entropies of these: the losses of a model that learned only them.
+    """
+    single = np.bincount(train, minlength=256)[None] + 1.0
+    pairs = np.bincount(train[:-1] * 256 + train[1:], minlength=65536).reshape(256, 256) + 1.0
+    return np.log(single / single.sum()), np.log(pairs / pairs.sum(1, keepdims=True))
+
+
+def _make_markov(cfg: MarkovConfig) -> Markov:
+    rng = np.random.default_rng(cfg.source_seed)
+    states = cfg.vocab**cfg.order
+    transition = rng.dirichlet(np.full(cfg.vocab, cfg.concentration), size=states)
+    # A small uniform share keeps the chain ergodic, so that its stationary distribution is unique.
+    transition = 0.999 * transition + 0.001 / cfg.vocab
+    transition /= transition.sum(1, keepdims=True)
+    stationary = _stationary(transition, cfg.vocab)
+    # p(the last j symbols and the next one): sum the joint over the older symbols
+    joint = stationary[:, None] * transition
+    joints = [joint.reshape(-1, cfg.vocab**j, cfg.vocab).sum(0) for j in range(cfg.order + 1)]
+    log_p = tuple(np.log(p / p.sum(1, keepdims=True)) for p in joints)
+    entropies = tuple(-float((p * log).sum()) for p, log in zip(joints, log_p, strict=True))
+    return Markov(
+        vocab=cfg.vocab,
+        sha256=hashlib.sha256(transition.astype("<f8").tobytes()).hexdigest(),
+        log_p=log_p,
+        entropies=entropies,
+        entropy_rate=entropies[-1],
+        order=cfg.order,
+        stationary=stationary,
+        transition=transition,
+    )
+
+
+def _stationary(transition: np.ndarray, vocab: int) -> np.ndarray:
+    """pi with pi(s') = sum_s pi(s) p(s -> s'), by power iteration to a change below 1e-14 (L1)."""
+    states = len(transition)
+    if states == 1:
+        return np.ones(1)
+    pi = np.full(states, 1 / states)
+    for _ in range(100_000):
+        # s = (oldest, rest) with symbol a goes to (rest, a)
+        following = (pi[:, None] * transition).reshape(vocab, states // vocab, vocab).sum(0).reshape(states)
+        change, pi = np.abs(following - pi).sum(), following / following.sum()
+        if change < 1e-14:
+            break
+    return pi
+
+
+def _windows(tokens: Tensor, starts: np.ndarray, context: int) -> Batch:
+    drawn = tokens[torch.from_numpy(starts)[:, None] + torch.arange(context + 1)].long()
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def _words(seed: int, stream: int, step: int, count: int) -> np.ndarray:
+    """`count` random 64-bit words of the counter-based Philox generator; its raw stream is fixed across versions."""
+    return np.random.Philox(key=[seed, stream], counter=[0, 0, 0, step]).random_raw(count)

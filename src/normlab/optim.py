@@ -1,0 +1,62 @@
+"""Optimizers by name and learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from normlab.config import OptimConfig
+
+# (fraction of the decay phase done in [0, 1), warm-up steps, 1-based step) -> multiple of the peak
+Decay = Callable[[float, int, int], float]
+
+SCHEDULES: dict[str, Decay] = {
+    "constant": lambda done, warmup, n: 1.0,
+    "linear": lambda done, warmup, n: 1 - done,
+    "cosine": lambda done, warmup, n: 0.5 * (1 + math.cos(math.pi * done)),
+    "inverse_sqrt": lambda done, warmup, n: math.sqrt(max(warmup, 1) / n),  # Vaswani et al. 2017, equation 3
+}
+
+OPTIMIZERS: dict[str, Callable[[list[dict], OptimConfig, bool], torch.optim.Optimizer]] = {
+    "adam": lambda groups, cfg, fused: torch.optim.Adam(
+        groups, cfg.lr, cfg.betas, cfg.eps, weight_decay=cfg.weight_decay, fused=fused
+    ),
+    "adamw": lambda groups, cfg, fused: torch.optim.AdamW(
+        groups, cfg.lr, cfg.betas, cfg.eps, weight_decay=cfg.weight_decay, fused=fused
+    ),
+    "radam": lambda groups, cfg, fused: torch.optim.RAdam(
+        groups, cfg.lr, cfg.betas, cfg.eps, weight_decay=cfg.weight_decay
+    ),
+    "sgd": lambda groups, cfg, fused: torch.optim.SGD(
+        groups, cfg.lr, cfg.momentum, weight_decay=cfg.weight_decay, fused=fused
+    ),
+}
+
+
+def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
+    """The rate that update `step` (0-based) of `steps` uses.
+
+    Warm-up: lr * (step + 1) / warmup_steps, so the peak is reached at step warmup_steps - 1 and no update has rate 0.
+    After it: the schedule; linear and cosine end at lr * final_lr_ratio, reached as step -> steps.
+    """
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    done = (step - cfg.warmup_steps) / (steps - cfg.warmup_steps)
+    shape = SCHEDULES[cfg.schedule](done, cfg.warmup_steps, step + 1)
+    floor = cfg.final_lr_ratio if cfg.schedule in {"linear", "cosine"} else 0.0
+    return cfg.lr * (floor + (1 - floor) * shape)
+
+
+def make(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """The named optimizer; weight decay on matrices and embeddings only, not on biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2]},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[cfg.name](groups, cfg, parameters[0].device.type in {"cpu", "cuda"})
