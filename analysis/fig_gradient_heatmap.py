@@ -1,0 +1,70 @@
+"""Gradient norm by layer and step of the deepest runs: one panel per arm."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.colors import LogNorm
+
+import figure
+from figure import DEPTH, PLACEMENT, WARMUP, Drawn, Missing
+from normlab.results import Results
+
+STEM = "gradient_heatmap"
+MOST_PANELS = 8
+
+
+def per_layer(layers: pd.DataFrame) -> pd.DataFrame:
+    """L2 norm over all tensors of a block, by run, step and layer, from the every-step norms."""
+    rows = layers[(layers.stat == "weight_grad_norm") & layers.layer.notna()]
+    squared = rows.assign(value=rows.value**2).groupby(["run_id", "step", "layer"], observed=True).value.sum()
+    return squared.pow(0.5).reset_index()
+
+
+def draw(data: Results) -> Drawn:
+    runs = figure.with_arms(figure.trained(data))
+    runs = runs[runs[DEPTH] == runs[DEPTH].max()]
+    runs = (
+        runs[runs.seed == runs.seed.min()]
+        .drop_duplicates("arm")
+        .sort_values([PLACEMENT, WARMUP], ascending=[False, True])
+    )
+    left_out = max(0, len(runs) - MOST_PANELS)
+    runs = runs.head(MOST_PANELS)
+    rows = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])
+    shown = rows.value[np.isfinite(rows.value) & (rows.value > 0)]
+    if shown.empty:
+        raise Missing("no per-layer gradient norms in these runs")
+    scale = LogNorm(shown.quantile(0.001), shown.quantile(0.999))
+    colours = plt.get_cmap("viridis").with_extremes(bad="#bbbbbb")
+    columns = min(2, len(runs))
+    lines = -(-len(runs) // columns)
+    fig, panels = plt.subplots(
+        lines, columns, figsize=(3.7 * columns + 0.9, 2.3 * lines + 0.2), sharex=True, sharey=True, squeeze=False
+    )
+    image = None
+    for panel, (_, run) in zip(panels.flat, runs.iterrows(), strict=False):
+        grid = rows[rows.run_id == run.run_id].pivot(index="layer", columns="step", values="value").to_numpy(float)
+        grid = np.where(np.isfinite(grid) & (grid > 0), grid, np.nan)
+        extent = (-0.5, grid.shape[1] - 0.5, 0.5, grid.shape[0] + 0.5)
+        image = panel.imshow(grid, aspect="auto", origin="lower", norm=scale, cmap=colours, extent=extent,
+                             interpolation="nearest")  # fmt: skip
+        panel.set_title(f"{run.arm}: {run.verdict}")
+        panel.grid(visible=False)
+    for panel in panels[-1]:
+        panel.set_xlabel("optimizer step")
+    for line in panels:
+        line[0].set_ylabel("layer (1 = input side)")
+    for panel in panels.flat[len(runs) :]:
+        panel.set_visible(False)
+    fig.colorbar(image, ax=panels, label="weight-gradient norm of the block", extend="both", pad=0.015)
+    more = f" {left_out} further arms are not shown." if left_out else ""
+    caption = (
+        f"Weight-gradient norm of each block (L2 over its tensors, before clipping) at every step, depth "
+        f"{runs[DEPTH].iloc[0]}, seed {runs.seed.iloc[0]}; grey: zero or not finite.{more}"
+    )
+    table = figure.joined(rows, runs, ["study", "arm"])[["study", "run_id", "arm", "layer", "step", "value"]]
+    return Drawn(fig, table, caption)
+
+
+if __name__ == "__main__":
+    figure.main(draw, STEM)

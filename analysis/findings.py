@@ -1,0 +1,144 @@
+"""What the runs say, computed from their numbers: the summary table and the sentences of the report."""
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+import fig_hidden_growth
+import fig_xiong_depth
+import figure
+from figure import DEPTH, PLACEMENT, WARMUP, Missing
+from normlab.results import Results
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per depth and arm of the trained runs, every run counted; of the initialisation profiles if none trained.
+
+    Losses are means over the seeds that did not diverge, with a 95 % t interval from three seeds on; how many did
+    diverge stands beside them.
+    """
+    finished = runs[runs.status == "finished"]
+    trained = finished[finished.steps > 0]
+    if trained.empty:
+        profiled = finished.groupby([DEPTH, PLACEMENT], sort=True)
+        table = profiled.agg(runs=("run_id", "size"), init_loss=("init_val_loss", "mean")).reset_index()
+        return table.rename(columns={DEPTH: "depth", PLACEMENT: "placement"}).round(3)
+    arms = figure.with_arms(trained)
+    rest = [k for k in figure.varying(trained) if k not in {PLACEMENT, WARMUP}]
+    rows = []
+    for (depth, _), group in arms.groupby([DEPTH, "arm"], sort=True):
+        alive = group[group.verdict != "diverged"].final_val_loss
+        counts = group.verdict.value_counts()
+        first = group.iloc[0]
+        rows.append(
+            {
+                "depth": depth,
+                "placement": first[PLACEMENT],
+                "warm-up": first[WARMUP],
+                **{k.split(".")[-1]: first[k] for k in rest},
+                "verdict": counts.index[0] if len(counts) == 1 else ", ".join(f"{n} {v}" for v, n in counts.items()),
+                "final val loss": f"{alive.mean():.3f}{_interval(alive)}" if len(alive) else "diverged",
+                "diverged": f"{len(group) - len(alive)}/{len(group)}",
+                "spikes": int(group.spike_count.sum()),
+                "runs": len(group),
+            }
+        )
+    return pd.DataFrame(rows).sort_values(
+        ["depth", "placement", "warm-up"], ascending=[True, False, True], ignore_index=True
+    )
+
+
+def _interval(values: pd.Series) -> str:
+    if len(values) < 3:
+        return ""
+    reach = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+    return f" ± {reach:.3f}"
+
+
+def sentences(data: Results) -> list[str]:
+    """The findings that these runs support, each with its numbers and n."""
+    found = _by_depth(data.runs) + _warmup(data.runs)
+    for part in (_slopes, _growth):
+        try:
+            found += part(data)
+        except Missing:
+            continue
+    return found
+
+
+def _by_depth(runs: pd.DataFrame) -> list[str]:
+    """Per depth: each placement's outcomes and losses over all its runs."""
+    trained = runs[(runs.status == "finished") & (runs.steps > 0)]
+    found = []
+    for depth, here in trained.groupby(DEPTH):
+        told = []
+        for placement, group in sorted(here.groupby(PLACEMENT), key=lambda g: str(g[0]), reverse=True):
+            stable = int((group.verdict == "stable").sum())
+            losses = group.final_val_loss.dropna()
+            others = ", ".join(f"{n} {v}" for v, n in group.verdict.value_counts().items() if v != "stable")
+            span = f"{losses.min():.3f} to {losses.max():.3f}" if len(losses) else "none finite"
+            told.append(
+                f"{figure.placement_name(str(placement))} is stable in {stable} of {len(group)} runs"
+                f"{f' ({others})' if others else ''}, final validation loss {span}"
+            )
+        lines = f"unigram entropy {here.h1.mean():.3f}, bigram entropy {here.h2.mean():.3f}"
+        found.append(f"Depth {depth}: {'; '.join(told)} ({lines}; seeds: {here.seed.nunique()}).")
+    return found
+
+
+def _warmup(runs: pd.DataFrame) -> list[str]:
+    """The paired effect of warm-up: same settings and seed, longest warm-up against none."""
+    trained = runs[(runs.status == "finished") & (runs.steps > 0)]
+    if trained.empty or trained[WARMUP].nunique() < 2 or 0 not in set(trained[WARMUP]):
+        return []
+    longest = trained[WARMUP].max()
+    keys = [DEPTH, "seed", *(k for k in figure.varying(trained) if k != WARMUP)]
+    if PLACEMENT not in keys:
+        keys.append(PLACEMENT)
+    pairs = trained[trained[WARMUP] == longest].merge(
+        trained[trained[WARMUP] == 0], on=keys, suffixes=("_with", "_without")
+    )
+    found = []
+    for (depth, placement), group in pairs.groupby([DEPTH, PLACEMENT]):
+        change = (group.final_val_loss_with - group.final_val_loss_without).dropna()
+        moved = group[group.verdict_with != group.verdict_without]
+        verdicts = ", ".join(f"{r.verdict_without} to {r.verdict_with}" for _, r in moved.iterrows()) or "none"
+        effect = f"changed the final validation loss by {change.mean():+.3f}" if len(change) else "left no finite pair"
+        found.append(
+            f"Warm-up of {longest} steps, {figure.placement_name(str(placement))} at depth {depth}: {effect} "
+            f"(paired, n = {len(change)}); verdicts changed: {verdicts}."
+        )
+    return found
+
+
+def _slopes(data: Results) -> list[str]:
+    found = []
+    for fit in fig_xiong_depth.slopes(fig_xiong_depth.last_ffn(data)):
+        where = figure.setting(data.runs, fit.study)
+        expected = "" if fit.theory is None else f"; theorem 1 says {fit.theory:g}"
+        found.append(
+            f"At initialisation the last FFN's expected gradient goes as depth^{fit.slope:.3f} for "
+            f"{figure.placement_name(fit.placement)} (95 % interval {fit.low:.3f} to {fit.high:.3f}, n = {fit.n}; "
+            f"{where}{expected})."
+        )
+    return found
+
+
+def _growth(data: Results) -> list[str]:
+    """How the hidden state grows, and at how many blocks it lies within lemma 2's bounds (post: within 15 %)."""
+    rows = fig_hidden_growth.measured(data)
+    found = []
+    for (study, placement), group in rows.groupby(["study", PLACEMENT]):
+        deepest = group[group[DEPTH] == group[DEPTH].max()]
+        by_block = deepest.groupby("block")[["mean_square", "lower", "upper"]].mean()
+        if by_block.lower.isna().any() or deepest[DEPTH].iloc[0] < 48:
+            continue
+        slack = 0.15 if np.allclose(by_block.lower, by_block.upper) else 0.0
+        inside = by_block.mean_square.between(by_block.lower * (1 - slack), by_block.upper * (1 + slack)).sum()
+        start, end = by_block.mean_square.iloc[[0, -1]]
+        found.append(
+            f"Hidden state of {figure.placement_name(str(placement))} at initialisation, depth {len(by_block)} "
+            f"({figure.setting(data.runs, str(study))}): mean square {start:.2f} at block 1, {end:.2f} at the last; "
+            f"{'within 15 % of' if slack else 'inside'} the bounds of lemma 2 at {inside} of {len(by_block)} blocks."
+        )
+    return found

@@ -1,0 +1,139 @@
+"""Every figure and table that the given runs allow, and a self-contained index.html.
+
+python analysis/report.py runs/demo runs/init_profile runs/xiong_depth
+"""
+
+import argparse
+import base64
+import html
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+import fig_gradient_heatmap
+import fig_hidden_growth
+import fig_loss_curves
+import fig_xiong_depth
+import fig_xiong_gradients
+import fig_xiong_warmup
+import figure
+import findings
+from figure import Drawn, Missing
+from normlab import results
+from normlab.results import Results
+
+FIGURES = (
+    fig_xiong_warmup,
+    fig_loss_curves,
+    fig_gradient_heatmap,
+    fig_xiong_gradients,
+    fig_xiong_depth,
+    fig_hidden_growth,
+)
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.6rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; margin-top: 2.2rem; }}
+figure {{ margin: 0 0 1rem; }} img {{ max-width: 100%; height: auto; }}
+figcaption, .note {{ color: #555; font-size: .9rem; }}
+table {{ border-collapse: collapse; font-size: .9rem; }} .scroll {{ overflow-x: auto; }}
+th, td {{ padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid #e2e2e2; white-space: nowrap; }}
+th.text, td.text {{ text-align: left; }}
+td.bad {{ color: #a33b00; font-weight: 600; }}
+li {{ margin: .3rem 0; }}
+</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="study folders (runs/STUDY) or run folders")
+    parser.add_argument("--name", help="report/NAME/index.html; default: the first folder's name")
+    parser.add_argument("--figures", type=Path, default=figure.ROOT / "figures", help="default: figures/")
+    parser.add_argument("--out", type=Path, default=figure.ROOT / "report", help="default: report/")
+    options = parser.parse_args()
+    try:
+        data = results.load(options.runs)
+    except FileNotFoundError as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    if data.runs.empty:
+        print(f"report.py: no run with a readable record below {', '.join(map(str, options.runs))}", file=sys.stderr)
+        return 2
+    name = options.name or options.runs[0].resolve().name
+    page = options.out / name / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(write(data, name, options.figures))
+
+    for sentence in findings.sentences(data):
+        print(f"- {sentence}")
+    print(f"\n{findings.summary(data.runs).to_string(index=False)}\n\nreport: {page}")
+    return 0
+
+
+def write(data: Results, name: str, figures: Path) -> str:
+    """Draw what can be drawn into `figures`, and return the page."""
+    parts = [
+        f"<h1>normlab report: {html.escape(name)}</h1>",
+        f'<p class="note">{html.escape(provenance(data.runs))}</p>',
+    ]
+    parts += ["<h2>What was found</h2>", "<ul>"]
+    parts += [f"<li>{html.escape(s)}</li>" for s in findings.sentences(data)]
+    parts += ["</ul>", "<h2>Runs</h2>", table(findings.summary(data.runs))]
+    missing = []
+    for module in FIGURES:
+        title = (module.__doc__ or "").splitlines()[0]
+        try:
+            drawn: Drawn = module.draw(data)
+        except Missing as reason:
+            missing.append(f"{module.STEM}: {reason}")
+            continue
+        png = figure.save(drawn, module.STEM, figures)
+        encoded = base64.b64encode(png.read_bytes()).decode()
+        parts += [
+            f'<h2 id="{module.STEM}">{html.escape(title)}</h2>',
+            f'<figure><img alt="{html.escape(title)}" src="data:image/png;base64,{encoded}">',
+            f"<figcaption>{html.escape(drawn.caption)} Data: {module.STEM}.csv</figcaption></figure>",
+        ]
+    left_out = data.runs[data.runs.status != "finished"]
+    notes = missing + [f"{r.study}/{r.run_id} is {r.status}: {r.get('reason')}" for _, r in left_out.iterrows()]
+    notes += data.runs.attrs["skipped"]
+    if notes:
+        parts += ["<h2>Not shown, and why</h2>", "<ul>", *(f"<li>{html.escape(n)}</li>" for n in notes), "</ul>"]
+    return PAGE.format(title=html.escape(f"normlab: {name}"), body="\n".join(parts))
+
+
+def table(summary: pd.DataFrame) -> str:
+    """The summary as HTML; verdicts other than all-stable stand out."""
+    texts = {c: ' class="text"' for c in summary.columns if c in {"placement", "verdict"}}
+    heads = "".join(f"<th{texts.get(c, '')}>{html.escape(str(c))}</th>" for c in summary.columns)
+    rows = []
+    for _, row in summary.iterrows():
+        bad = row.get("verdict", "stable") not in {"stable", "profiled"}
+        styles = texts | ({"verdict": ' class="text bad"'} if bad else {})
+        cells = [f"<td{styles.get(str(c), '')}>{html.escape(str(v))}</td>" for c, v in row.items()]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
+
+
+def provenance(runs: pd.DataFrame) -> str:
+    """How many runs of what, by which code, on what."""
+    commits = [str(c)[:10] for c in runs.git_commit.dropna().unique()]
+    mixed = " (MIXED source revisions: compare with care)" if len(commits) > 1 else ""
+    dirty = " with local changes" if runs.git_dirty.fillna(value=False).astype(bool).any() else ""
+    torch = ", ".join(sorted(runs["packages"].map(lambda p: p["torch"]).unique()))
+    code = f"commit {', '.join(commits) or 'unknown'}{dirty}{mixed}"
+    return (
+        f"{len(runs)} runs of {', '.join(runs.study.unique())}; {code}; "
+        f"torch {torch}; {', '.join(runs.device.unique())} ({', '.join(runs.machine.unique())})."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
