@@ -1,0 +1,50 @@
+"""Shared fixtures: configs composed from conf/, the optional data beside the checkout, one tiny real study."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from normlab import cli
+from normlab.config import Config
+from normlab.train import train
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+TINY = [
+    *("data=markov", "data.vocab=16", "data.order=1", "data.batch_size=4", "eval.batches=2", "probe.batches=2"),
+    *("model.depth=2", "model.width=16", "model.heads=2", "model.context=16", "steps=6", "log=disabled"),
+]
+
+
+def compose(*overrides: str) -> Config:
+    return cli.compose(ROOT, list(overrides))
+
+
+def tiny(folder: Path, *overrides: str) -> Config:
+    return compose(*TINY, f"runs_dir={folder}", *overrides)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny real study: depth x placement x warm-up x seed, trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    for depth in (2, 3, 4):
+        for placement in ("pre", "post"):
+            for warmup in (0, 3):
+                for seed in (0, 1):
+                    overrides = [f"model.depth={depth}", f"model.placement={placement}", f"seed={seed}"]
+                    train(tiny(folder, *overrides, f"optim.warmup_steps={warmup}", "study=tiny", "eval.every=2"))
+    return folder / "tiny"
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is not there: real text for this test is kept outside the project")
+    return SHARED

@@ -1,0 +1,172 @@
+"""Figures and report from a tiny real study."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import ROOT
+
+import fig_gradient_heatmap
+import fig_hidden_growth
+import fig_loss_curves
+import fig_xiong_depth
+import figure
+import findings
+import report
+from figure import DEPTH, PLACEMENT, Missing
+from normlab import results
+from normlab.results import Results
+
+
+@pytest.fixture(scope="module")
+def data(study) -> Results:
+    return results.load(study)
+
+
+@pytest.mark.parametrize("module", report.FIGURES, ids=lambda m: m.STEM)
+def test_a_figure_is_written_with_its_data_and_the_same_bytes_twice(module, data, tmp_path):
+    for folder in ("one", "two"):
+        figure.save(module.draw(data), module.STEM, tmp_path / folder)
+    for suffix in ("png", "pdf", "csv"):
+        one, two = (tmp_path / f / f"{module.STEM}.{suffix}" for f in ("one", "two"))
+        assert one.stat().st_size > 200
+        assert one.read_bytes() == two.read_bytes()
+    table = pd.read_csv(tmp_path / "one" / f"{module.STEM}.csv")
+    assert len(table) > 3
+    assert {"study", "run_id"} <= set(table.columns)
+
+
+@pytest.mark.parametrize("module", report.FIGURES, ids=lambda m: m.STEM)
+def test_a_figure_without_its_data_says_what_is_missing(module, data):
+    with pytest.raises(Missing):
+        module.draw(Results(data.runs.iloc[:0], data.steps.iloc[:0], data.layers.iloc[:0]))
+
+
+def test_every_figure_script_is_part_of_the_report():
+    scripts = {p.stem for p in (ROOT / "analysis").glob("fig_*.py")}
+    assert scripts == {m.__name__ for m in report.FIGURES}
+    assert all(m.__name__ == f"fig_{m.STEM}" for m in report.FIGURES)
+
+
+def test_no_analysis_imports_the_training_loop():
+    for path in (ROOT / "analysis").glob("*.py"):
+        assert "normlab.train" not in path.read_text()
+        assert "import train" not in path.read_text()
+
+
+def test_a_script_runs_on_its_own(study, tmp_path):
+    command = [sys.executable, str(ROOT / "analysis/fig_loss_curves.py"), str(study), "--out", str(tmp_path / "f")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "f" / "loss_curves.png")
+    gone = subprocess.run([*command[:2], str(tmp_path / "none")], capture_output=True, text=True, check=False)
+    assert gone.returncode == 2
+    assert gone.stderr.startswith("loss_curves: ")
+    assert gone.stderr.count("\n") == 1
+
+
+def test_fitted_slope_is_the_exponent_of_a_power_law():
+    rng = np.random.default_rng(0)
+    rows = pd.DataFrame([{"study": "s", PLACEMENT: "pre", DEPTH: d, "value": 3 * d**-0.5} for d in (6, 12, 24, 48, 96)])
+    (exact,) = fig_xiong_depth.slopes(rows)
+    assert exact.slope == pytest.approx(-0.5, abs=1e-12)
+    assert exact.theory == -0.5
+    noisy = pd.concat([rows.assign(value=rows.value * np.exp(0.1 * rng.standard_normal(5))) for _ in range(4)])
+    (fit,) = fig_xiong_depth.slopes(noisy)
+    assert fit.low < -0.5 < fit.high
+    assert fit.n == 20
+
+
+def test_layer_norm_of_the_heat_map_adds_up_to_the_global_one(data):
+    rows = fig_gradient_heatmap.per_layer(data.layers)
+    outside = data.layers[(data.layers.stat == "weight_grad_norm") & data.layers.layer.isna()]
+    squares = pd.concat([rows, outside[["run_id", "step", "value"]]]).assign(value=lambda t: t.value**2)
+    total = squares.groupby(["run_id", "step"]).value.sum() ** 0.5
+    logged = data.steps.set_index(["run_id", "step"]).grad_norm.sort_index()
+    np.testing.assert_allclose(total.sort_index(), logged, rtol=1e-9)
+
+
+def test_hidden_growth_uses_the_lemma_s_quantity(data):
+    rows = fig_hidden_growth.measured(data)
+    post, pre = rows[rows[PLACEMENT] == "post"], rows[rows[PLACEMENT] == "pre"]
+    assert set(post.stat) == {"norm_input_rms"}
+    assert set(pre.stat) == {"stream_rms"}
+    assert (post.lower == post.upper).all()
+    assert (pre.lower < pre.upper).all()
+
+
+def diverged(data: Results, run_id: str) -> Results:
+    runs = data.runs.copy()
+    mine = runs.run_id == run_id
+    runs.loc[mine, ["verdict", "final_val_loss", "first_bad_step"]] = ["diverged", np.nan, 4.0]
+    steps = data.steps.copy()
+    steps.loc[(steps.run_id == run_id) & (steps.step >= 4), "loss"] = np.nan
+    return Results(runs, steps, data.layers)
+
+
+def test_a_diverged_seed_is_counted_beside_the_mean(data):
+    whole = findings.summary(data.runs)
+    assert len(whole) == 3 * 2 * 2
+    assert (whole.runs == 2).all()
+    assert whole.runs.sum() == len(data.runs)
+    victim = data.runs.iloc[0]
+    table = findings.summary(diverged(data, victim.run_id).runs)
+    row = table[table.diverged == "1/2"]
+    assert len(row) == 1
+    assert "1 diverged" in row.verdict.iloc[0]
+    other = data.runs[(data.runs.run_id != victim.run_id)]
+    other = other[
+        (other[[DEPTH, PLACEMENT, "optim.warmup_steps"]] == victim[[DEPTH, PLACEMENT, "optim.warmup_steps"]]).all(
+            axis=1
+        )
+    ]
+    assert row["final val loss"].iloc[0] == f"{other.final_val_loss.iloc[0]:.3f}"
+
+
+def test_an_arm_of_which_all_diverged_is_shown(data):
+    broken = data
+    for run_id in data.runs[(data.runs[DEPTH] == 2) & (data.runs[PLACEMENT] == "post")].run_id:
+        broken = diverged(broken, run_id)
+    table = findings.summary(broken.runs)
+    rows = table[(table.depth == 2) & (table.placement == "post")]
+    assert rows["final val loss"].tolist() == ["diverged"] * 2
+    assert rows.diverged.tolist() == ["2/2"] * 2
+    figure.plt.close(fig_loss_curves.draw(broken).figure)
+    assert any("none finite" in s for s in findings.sentences(broken))
+
+
+def test_report_is_one_self_contained_page_that_says_what_it_left_out(study, tmp_path, capsys, monkeypatch):
+    runs = tmp_path / "tiny"
+    shutil.copytree(study, runs)
+    broken = sorted(runs.glob("*/run.json"))[0]
+    broken.write_text(json.dumps(json.loads(broken.read_text()) | {"status": "failed", "reason": "OSError: <gone>"}))
+    arguments = [str(runs), "--figures", str(tmp_path / "f"), "--out", str(tmp_path / "r")]
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    assert report.main() == 0
+    page = (tmp_path / "r/tiny/index.html").read_text()
+    assert page.count("data:image/png;base64,") == len(report.FIGURES)
+    assert 'src="http' not in page
+    assert "is failed: OSError: &lt;gone&gt;" in page
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"report: {tmp_path / 'r/tiny/index.html'}"
+    assert any("placement" in line and "verdict" in line for line in out)
+
+
+def test_report_of_nothing_is_refused(tmp_path, capsys, monkeypatch):
+    for target in (tmp_path, Path("/no/such/folder")):
+        monkeypatch.setattr(sys, "argv", ["report.py", str(target)])
+        assert report.main() == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_null_setting_keeps_its_own_arm(data):
+    """pandas drops missing keys from groups by default: no clipping would vanish from the table."""
+    runs = data.runs.copy()
+    runs["optim.clip"] = np.where(runs.seed == 0, 1.0, np.nan)
+    table = findings.summary(runs)
+    assert table.runs.sum() == len(runs)
+    assert len(table) == 3 * 2 * 2 * 2

@@ -1,0 +1,118 @@
+"""The door: what is accepted, what is refused, and how that is told."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, compose
+
+from normlab import cli, config
+from normlab.config import ConfigError
+from normlab.residual import PLACEMENTS
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.dept=24", r"model\.dept: unknown key; did you mean model\.depth"),
+        ("+optim.learning_rate=1e-3", r"optim\.learning_rate=0\.001: unknown key; accepted: optim\.name, optim\.lr"),
+        ("+sede=3", r"sede=3: unknown key; did you mean seed"),
+        ("model.placement=pst", r"model\.placement='pst': accepted: pre, post, .*did you mean post"),
+        ("model.placement=off", r"model\.placement='off': accepted: pre, post"),
+        ("model.heads=5", r"model\.heads=5 must divide model\.width=64"),
+        ("optim.lr=-1", r"optim\.lr=-1: .*greater than 0"),
+        ("optim.lr=nan", r"optim\.lr=nan: .*finite"),
+        ("'optim.lr=\"1e-4\"'", r"optim\.lr='1e-4': .*valid number"),
+        ("seed=01", r"seed='01': .*valid integer"),
+        ("optim.clip=None", r"optim\.clip='None': .*valid number, or null for none"),
+        ("optim.clip=none", r"optim\.clip='none': .*or null"),
+        ("optim.clip=", r"optim\.clip='': .*or null"),
+        ("optim.clip=0", r"optim\.clip=0: .*greater than 0, or null"),
+        ("optim.clip=-1", r"optim\.clip=-1: .*greater than 0"),
+        ("optim.clip=nan", r"optim\.clip=nan: .*greater than 0"),
+        ("data.path=/no/such/file", r"data\.path='/no/such/file': no such file or folder"),
+        ("data=fairy", r"data/fairy.*markov"),
+        ("optim.warmup_steps=301", r"optim\.warmup_steps=301 is longer than the run: at most steps=300"),
+        ("study=a/b", r"study='a/b'"),
+        ("device=tpu", r"device='tpu': accepted: auto, cpu, cuda"),
+        ("precision=int4", r"precision='int4': .*'fp32' or 'bf16'"),
+        ("model.depth=???", r"Missing mandatory value: .*model\.depth"),
+        ("model.depth=2,4", r"model\.depth: a list of choices; add -m"),
+        ("+sweeps=nothing", r"sweeps/nothing"),
+        ("model.depth=[1", r"."),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(override, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        cli.check(ROOT, [override.strip("'")])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_value_deep_in_a_sweep_is_found_before_it_starts():
+    with pytest.raises(ConfigError, match=r"model\.heads=3 must divide"):
+        cli.check(ROOT, ["-m", "model.depth=2,4", "model.heads=1,2,3", "log=disabled"])
+
+
+@pytest.mark.parametrize("value", ["1e-4", "0.0001", "1E-4", ".1e-3"])
+def test_every_way_to_write_a_rate_is_the_same_number(value):
+    assert compose(f"optim.lr={value}").optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(("value", "clip"), [("null", None), ("1", 1.0), ("0.5", 0.5), ("inf", float("inf"))])
+def test_clip(value, clip):
+    assert compose(f"optim.clip={value}").optim.clip == clip
+
+
+def names(folder: str) -> list[str]:
+    return sorted(p.stem for p in (ROOT / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("group", ["model", "data", "optim", "log", "experiment"])
+def test_every_file_of_conf_composes(group):
+    for name in names(f"conf/{group}"):
+        assert compose(f"{group}={name}")
+
+
+@pytest.mark.parametrize("name", names("sweeps"))
+def test_every_sweep_composes_and_later_overrides_replace_its_grid(name):
+    cli.check(ROOT, [f"+sweeps={name}"])
+    cfg = compose(f"+sweeps={name}")
+    assert cfg.study == name  # stem rule
+
+
+def test_a_sweep_expands_to_its_grid_with_the_overrides_that_follow():
+    with cli._conf(ROOT):
+        jobs = cli._jobs(["+sweeps=demo", "model.depth=2,3,4"], multirun=False)
+    assert len(jobs) == 3 * 2 * 2
+    assert sorted({o for job in jobs for o in job if "depth" in o}) == [f"model.depth={d}" for d in (2, 3, 4)]
+
+
+def test_an_experiment_is_a_small_delta_with_its_question():
+    for path in (ROOT / "conf/experiment").glob("*.yaml"):
+        lines = [x for x in path.read_text().splitlines() if x.strip()]
+        assert len([x for x in lines if not x.startswith("#")]) <= 15
+        assert "Question:" in path.read_text()
+        assert "Command:" in path.read_text()
+
+
+def test_config_is_frozen():
+    cfg = compose()
+    with pytest.raises(ValueError, match="frozen"):
+        cfg.model.depth = 3
+
+
+def test_every_key_is_read():
+    """A key that nothing reads is worse than no key: each leaf's name occurs in the code that uses configs."""
+    read: set[str] = set()
+    for path in Path(ROOT / "src/normlab").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        if path.name != "config.py":
+            read |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+            read |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.arguments) for a in n.kwonlyargs}
+    unread = [k for k in config.known_keys() if k.split(".")[-1] not in read and k != "data.name"]
+    assert unread == []
+
+
+def test_every_placement_composes():
+    for placement in PLACEMENTS:
+        assert compose(f"model.placement={placement}").model.placement == placement

@@ -1,0 +1,67 @@
+"""Schedules by their values, optimizers by what they do to a weight."""
+
+import math
+
+import pytest
+import torch
+from conftest import compose, tiny
+
+from normlab import optim
+from normlab.results import load
+from normlab.train import train
+
+
+def rates(steps: int, *overrides: str) -> list[float]:
+    cfg = compose("optim.lr=1.0", *(f"optim.{o}" for o in overrides)).optim
+    return [optim.learning_rate(cfg, step, steps) for step in range(steps)]
+
+
+def test_warm_up_reaches_the_peak_at_its_last_step_and_never_is_zero():
+    assert rates(6, "warmup_steps=4") == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates(3, "warmup_steps=0") == [1.0, 1.0, 1.0]
+    assert rates(3, "warmup_steps=3") == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def test_linear():
+    assert rates(6, "warmup_steps=2", "schedule=linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert rates(4, "schedule=linear", "final_lr_ratio=0.5") == [1.0, 0.875, 0.75, 0.625]
+
+
+def test_cosine():
+    got = rates(4, "schedule=cosine", "final_lr_ratio=0.2")
+    assert got == pytest.approx([0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * n / 4)) for n in range(4)])
+
+
+def test_inverse_square_root_is_vaswani_s_equation_3():
+    got = rates(20, "schedule=inverse_sqrt", "warmup_steps=4")
+    assert got == pytest.approx([min((n + 1) / 4, math.sqrt(4 / (n + 1))) for n in range(20)])
+    assert rates(4, "schedule=inverse_sqrt") == pytest.approx([1 / math.sqrt(n + 1) for n in range(4)])
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_optimizer_is_torch_s_with_decay_on_matrices_only(name):
+    cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.weight_decay=0.1", "optim.momentum=0.5").optim
+    model = torch.nn.Linear(3, 2)
+    made = optim.make(model, cfg)
+    reference = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "radam": torch.optim.RAdam,
+        "sgd": torch.optim.SGD,
+    }
+    assert type(made) is reference[name]
+    assert [g["weight_decay"] for g in made.param_groups] == [0.1, 0.0]
+    assert [[p.ndim for p in g["params"]] for g in made.param_groups] == [[2], [1]]
+    if name == "sgd":
+        assert made.param_groups[0]["momentum"] == 0.5
+    else:
+        assert made.param_groups[0]["betas"] == (0.9, 0.98)
+
+
+def test_the_logged_rate_is_the_one_that_the_update_used(tmp_path):
+    """Plain SGD: |update| = lr * |gradient| at every step of a warm-up."""
+    cfg = tiny(tmp_path, "optim=sgd", "optim.lr=0.5", "optim.warmup_steps=5", "optim.schedule=linear")
+    train(cfg)
+    steps = load(tmp_path).steps
+    assert steps.lr.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    assert (steps.update_norm / steps.grad_norm).tolist() == pytest.approx(steps.lr.tolist(), rel=1e-3)
