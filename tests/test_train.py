@@ -86,10 +86,11 @@ def test_grad_norm_is_the_one_before_clipping(tmp_path):
     assert steps.update_norm[measured["run_id"]] == pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.parametrize("every", [1, 4, 100])
-def test_divergence_is_a_result_whatever_the_cadence_of_reading(tmp_path, every):
+@pytest.mark.parametrize(("every", "evaluated"), [(1, 0), (4, 0), (100, 0), (100, 1), (100, 3)])
+def test_divergence_is_a_result_whatever_the_cadence_of_reading(tmp_path, every, evaluated):
     """SGD at an absurd rate without a norm: the loss leaves the finite numbers within a few steps."""
-    cfg = tiny(tmp_path, "optim=sgd", "optim.lr=1e6", "model.placement=none", "steps=40", f"log.every={every}")
+    cfg = tiny(tmp_path, "optim=sgd", "optim.lr=1e6", "model.placement=none", "steps=40", f"log.every={every}",
+               f"eval.every={evaluated}")  # fmt: skip
     record = train(cfg)
     assert (record["status"], record["verdict"]) == ("finished", "diverged")
     bad = record["first_bad_step"]

@@ -97,11 +97,11 @@ class _Fit:
         self.pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.diverged = False  # a loss or gradient norm that was read was not finite
         self.layer_norms: deque[np.ndarray] = deque(maxlen=cfg.spikes.window)
 
     def run(self) -> dict[str, Any]:
         cfg, source = self.cfg, self.source
-        last = cfg.steps
         warm = cfg.optim.warmup_steps
         init_val_loss = self.evaluate()
         for step in range(cfg.steps):
@@ -123,14 +123,10 @@ class _Fit:
 
             if (step + 1) % cfg.log.every == 0 or step + 1 == cfg.steps:
                 self.flush()
-                if verdict.first_nonfinite(self.losses, self.grad_norms) is not None:
-                    last = len(self.losses)
-                    break
-        finished = last == cfg.steps and all(map(math.isfinite, self.losses[-1:]))
-        final_val_loss = self.evaluate() if finished else math.nan
-        if finished:
-            self.profile(cfg.steps)
-        return self.result(init_val_loss, final_val_loss)
+            if self.diverged:
+                return self.result(init_val_loss, math.nan)
+        self.profile(cfg.steps)
+        return self.result(init_val_loss, self.evaluate() if cfg.steps else init_val_loss)
 
     def update(self, lr: float, norms: Tensor) -> None:
         """Clip by the global norm if asked, then one optimizer step at rate lr."""
@@ -174,8 +170,8 @@ class _Fit:
             yield
 
     def flush(self) -> None:
-        """Read the device buffer once, and write its rows up to the first non-finite one."""
-        if not self.pending:
+        """Read the device buffer once, and write its rows up to the first non-finite one of the run."""
+        if self.diverged or not self.pending:
             return
         rows, losses, norms, updates = zip(*self.pending, strict=True)
         self.pending.clear()
@@ -185,6 +181,7 @@ class _Fit:
         total = np.linalg.norm(norms_, axis=1).tolist()
         seconds = self.clock.lap() / len(rows)
         bad = verdict.first_nonfinite(loss_, total)
+        self.diverged = bad is not None
         count = len(rows) if bad is None else bad + 1
         written = [
             row | {"loss": loss_[i], "grad_norm": total[i], "update_norm": update_[i], "seconds": seconds}
