@@ -23,11 +23,8 @@ def per_layer(layers: pd.DataFrame) -> pd.DataFrame:
 def draw(data: Results) -> Drawn:
     runs = figure.with_arms(figure.trained(data))
     runs = runs[runs[DEPTH] == runs[DEPTH].max()]
-    runs = (
-        runs[runs.seed == runs.seed.min()]
-        .drop_duplicates("arm")
-        .sort_values([PLACEMENT, WARMUP], ascending=[False, True])
-    )
+    runs = runs[runs.seed == runs.seed.min()].drop_duplicates("arm")
+    runs = figure.sort_by_placement(runs, PLACEMENT, WARMUP)
     left_out = max(0, len(runs) - MOST_PANELS)
     runs = runs.head(MOST_PANELS)
     rows = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])

@@ -46,12 +46,13 @@ def draw(data: Results) -> Drawn:
     rows = rows.assign(setting=rows.study.map({s: figure.setting(data.runs, s) for s in rows.study.unique()}))
     deepest = rows[rows[DEPTH] == rows.groupby("setting")[DEPTH].transform("max")]
     deepest = deepest[deepest.study == deepest.groupby("setting").study.transform("first")]
-    settings = sorted(deepest.setting.unique(), key=lambda s: ("xiong" not in s, s))
+    settings = sorted(deepest.setting.unique(), key=lambda s: ("theory" not in s, s))
     fig, panels = plt.subplots(1, len(settings), figsize=(3.5 * len(settings) + 0.3, 3.5), squeeze=False)
     for panel, setting in zip(panels[0], settings, strict=True):
         here = deepest[deepest.setting == setting]
-        for placement, mine in here.groupby(PLACEMENT):
-            colour, name = figure.colour(str(placement)), figure.placement_name(str(placement))
+        for placement in figure.in_order(here[PLACEMENT].unique()):
+            mine = here[here[PLACEMENT] == placement]
+            colour, name = figure.colour(placement), figure.placement_name(placement)
             by_block = mine.groupby("block")[["mean_square", "lower", "upper"]].mean()
             quantity = f"{name}, input of the 2nd norm" if placement == "post" else f"{name}, stream"
             panel.plot(by_block.index, by_block.mean_square, color=colour, label=quantity)

@@ -50,7 +50,8 @@ def last_ffn(data: Results) -> pd.DataFrame:
 def slopes(rows: pd.DataFrame) -> list[Slope]:
     """The fitted exponent of every study and placement."""
     found = []
-    for (study, placement), group in rows.groupby(["study", PLACEMENT]):
+    rows = figure.sort_by_placement(rows, "study", PLACEMENT)
+    for (study, placement), group in rows.groupby(["study", PLACEMENT], sort=False):
         kept = group[np.isfinite(group.value) & (group.value > 0)]
         if kept[DEPTH].nunique() < 3:
             continue

@@ -32,6 +32,7 @@ def draw(data: Results) -> Drawn:
         raise Missing("needs profiles at step 0 and after warm-up (probe.batches > 0)")
     when = rows.step.eq(0).map({True: "at initialisation", False: "after warm-up"})
     rows = rows.assign(curve=rows[PLACEMENT].map(figure.placement_name) + " " + when)
+    rows = figure.sort_by_placement(rows, PLACEMENT, "step", "run_id", "tensor", "layer")
 
     depths = sorted(rows[DEPTH].unique())
     fig, panels = plt.subplots(
@@ -56,7 +57,7 @@ def draw(data: Results) -> Drawn:
                         linewidth=0,
                     )
             panel.set_title(f"{title}, depth {depth}")
-            panel.set_yscale("log")
+            figure.decade_axis(panel.yaxis)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 4, 5, 10]))
             panel.set_xlim(0.5, depth + 0.5)
         line[0].set_ylabel("expected gradient norm")

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from normlab import results
+from normlab.residual import PLACEMENTS
 from normlab.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,8 @@ class Drawn:
     table: pd.DataFrame
     caption: str
 
+
+_ORDER = {placement: i for i, placement in enumerate(PLACEMENTS)}
 
 Draw = Callable[[Results], Drawn]
 
@@ -109,10 +112,22 @@ def _told(key: str, value: Any) -> str:
 def arm_styles(runs: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """arm -> matplotlib line style: colour says the placement, dashes say the rest."""
     styles: dict[str, dict[str, Any]] = {}
-    for placement, group in runs.groupby(PLACEMENT, sort=False):
-        for i, arm in enumerate(sorted(group.arm.unique(), reverse=True)):
-            styles[arm] = {"color": colour(str(placement)), "linestyle": LINES[i % len(LINES)]}
+    for placement in in_order(runs[PLACEMENT].unique()):
+        arms = runs.arm[runs[PLACEMENT] == placement].unique()
+        for i, arm in enumerate(sorted(arms, reverse=True)):
+            styles[arm] = {"color": colour(placement), "linestyle": LINES[i % len(LINES)]}
     return styles
+
+
+def in_order(placements: Iterable[str]) -> list[str]:
+    """Placements in the order of their table; unknown ones, of another version, last."""
+    return sorted(placements, key=lambda p: (_ORDER.get(p, len(_ORDER)), p))
+
+
+def sort_by_placement(table: pd.DataFrame, *keys: str, column: str = PLACEMENT) -> pd.DataFrame:
+    """Rows by the given columns, where `column` among them sorts as in_order does."""
+    rank = {p: i for i, p in enumerate(in_order(table[column].unique()))}
+    return table.sort_values(list(keys), key=lambda c: c.map(rank) if c.name == column else c, ignore_index=True)
 
 
 def colour(placement: str) -> str:
@@ -138,9 +153,10 @@ def depth_axis(axes: Any, depths: list[int]) -> None:
 
 
 def decade_axis(axis: YAxis) -> None:
-    """A logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
+    """A logarithmic axis with plain numbers: at 1, 2 and 5 of each decade, or at 1 where it spans many."""
     axis.axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 500 * low else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -148,8 +164,8 @@ def decade_axis(axis: YAxis) -> None:
 def setting(runs: pd.DataFrame, study: str) -> str:
     """What a study ran, for a panel's title: init, activation, FFN ratio and width of its first run."""
     run = runs[runs.study == study].iloc[0]
-    ffn = f"{run['model.activation']}, FFN ×{run['model.ffn_ratio']:g}"
-    return f"{run['model.init']} init, {ffn}, width {run['model.width']}"
+    start = "theory setting" if run["model.init"] == "xiong" else f"{run['model.init']} init"
+    return f"{start}, {run['model.activation']}, FFN ×{run['model.ffn_ratio']:g}, width {run['model.width']}"
 
 
 def save(drawn: Drawn, stem: str, folder: Path) -> Path:

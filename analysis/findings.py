@@ -43,9 +43,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
                 "runs": len(group),
             }
         )
-    return pd.DataFrame(rows).sort_values(
-        ["depth", "placement", "warm-up"], ascending=[True, False, True], ignore_index=True
-    )
+    return figure.sort_by_placement(pd.DataFrame(rows), "depth", "placement", "warm-up", column="placement")
 
 
 def _interval(values: pd.Series) -> str:
@@ -72,13 +70,14 @@ def _by_depth(runs: pd.DataFrame) -> list[str]:
     found = []
     for depth, here in trained.groupby(DEPTH):
         told = []
-        for placement, group in sorted(here.groupby(PLACEMENT), key=lambda g: str(g[0]), reverse=True):
+        for placement in figure.in_order(here[PLACEMENT].unique()):
+            group = here[here[PLACEMENT] == placement]
             stable = int((group.verdict == "stable").sum())
             losses = group.final_val_loss.dropna()
             others = ", ".join(f"{n} {v}" for v, n in group.verdict.value_counts().items() if v != "stable")
             span = f"{losses.min():.3f} to {losses.max():.3f}" if len(losses) else "none finite"
             told.append(
-                f"{figure.placement_name(str(placement))} is stable in {stable} of {len(group)} runs"
+                f"{figure.placement_name(placement)} is stable in {stable} of {len(group)} runs"
                 f"{f' ({others})' if others else ''}, final validation loss {span}"
             )
         lines = f"unigram entropy {here.h1.mean():.3f}, bigram entropy {here.h2.mean():.3f}"
@@ -99,7 +98,8 @@ def _warmup(runs: pd.DataFrame) -> list[str]:
         trained[trained[WARMUP] == 0], on=keys, suffixes=("_with", "_without")
     )
     found = []
-    for (depth, placement), group in pairs.groupby([DEPTH, PLACEMENT]):
+    pairs = figure.sort_by_placement(pairs, DEPTH, PLACEMENT)
+    for (depth, placement), group in pairs.groupby([DEPTH, PLACEMENT], sort=False):
         change = (group.final_val_loss_with - group.final_val_loss_without).dropna()
         moved = group[group.verdict_with != group.verdict_without]
         verdicts = ", ".join(f"{r.verdict_without} to {r.verdict_with}" for _, r in moved.iterrows()) or "none"
@@ -128,7 +128,8 @@ def _growth(data: Results) -> list[str]:
     """How the hidden state grows, and at how many blocks it lies within lemma 2's bounds (post: within 15 %)."""
     rows = fig_hidden_growth.measured(data)
     found = []
-    for (study, placement), group in rows.groupby(["study", PLACEMENT]):
+    rows = figure.sort_by_placement(rows, "study", PLACEMENT)
+    for (study, placement), group in rows.groupby(["study", PLACEMENT], sort=False):
         deepest = group[group[DEPTH] == group[DEPTH].max()]
         by_block = deepest.groupby("block")[["mean_square", "lower", "upper"]].mean()
         if by_block.lower.isna().any() or deepest[DEPTH].iloc[0] < 48:

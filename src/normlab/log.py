@@ -51,7 +51,8 @@ class Log:
 
 
 def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str, Any]) -> Any:
-    """A W&B run with the run folder's id; None with one warning when W&B cannot start: training goes on."""
+    """A W&B run with the run folder's id. If W&B cannot start, one line says so and training goes on: recorded offline
+    when the mode was online, else without W&B (None)."""
     os.environ.setdefault("WANDB_SILENT", "true")
     try:
         import wandb
@@ -70,5 +71,6 @@ def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str
         )
     except Exception as error:
         line = " ".join(str(error).split()) or type(error).__name__
-        print(f"W&B did not start ({line}); the run goes on, recorded in {folder}", file=sys.stderr)
-        return None
+        online = cfg.mode == "online"
+        print(f"W&B did not start ({line}); going on {'offline' if online else 'without it'}", file=sys.stderr)
+        return _start_wandb(cfg.model_copy(update={"mode": "offline"}), folder, study, settings) if online else None
