@@ -12,6 +12,9 @@ from normlab import cli
 from normlab.train import train
 
 if __name__ == "__main__":
-    chosen = any(argument.startswith(("+sweeps=", "sweeps=")) for argument in sys.argv[1:])
-    always = ("steps=0",) if chosen else ("steps=0", "+sweeps=init_profile")
-    cli.main(train, Path(__file__).resolve().parents[1], always=always)
+    if any(argument.lstrip("+").startswith("steps=") for argument in sys.argv[1:]):
+        print("init_profile.py: steps: a profile takes none; experiments/train.py trains", file=sys.stderr)
+        sys.exit(2)
+    chosen = any(argument.startswith("+sweeps=") for argument in sys.argv[1:])
+    also = ("steps=0",) if chosen else ("steps=0", "+sweeps=init_profile")
+    cli.main(train, Path(__file__).resolve().parents[1], also=also)

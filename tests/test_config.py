@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, compose
 
 from normlab import cli, config
-from normlab.config import ConfigError
+from normlab.explain import ConfigError, known_keys
 from normlab.residual import PLACEMENTS
 
 
@@ -109,10 +109,41 @@ def test_every_key_is_read():
         if path.name != "config.py":
             read |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
             read |= {a.arg for n in ast.walk(tree) if isinstance(n, ast.arguments) for a in n.kwonlyargs}
-    unread = [k for k in config.known_keys() if k.split(".")[-1] not in read and k != "data.name"]
+    unread = [k for k in known_keys(config.Config) if k.split(".")[-1] not in read and k != "data.name"]
     assert unread == []
 
 
 def test_every_placement_composes():
     for placement in PLACEMENTS:
         assert compose(f"model.placement={placement}").model.placement == placement
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data=text", "data.vocab=16"], r"data\.vocab: the chosen data has no such key"),
+        (["data.name=foo"], r"data\.name='foo': accepted: 'text', 'markov'"),
+        (["model.norm=none", "model.qk_norm=true"], r"model\.qk_norm=true needs a norm"),
+        (["model.ffn_ratio=0.001"], r"model\.ffn_ratio=0\.001 leaves no FFN unit"),
+        (["data.path="], r"data\.path='': empty"),
+        (["data.glob="], r"data\.glob='': .*at least 1 character, or null"),
+        (["runs_dir="], r"runs_dir='': empty"),
+        (["runs_dir=/dev/null/x"], r"runs_dir='/dev/null/x': Not a directory"),
+        (["data.path=/proc/self/mem"], r"data\.path='/proc/self/mem': Input/output error"),
+        ([f"data.path={ROOT}", "data.glob=/tmp/*"], r"data\.glob='/tmp/\*': accepted: a pattern relative"),
+        (["seed=99999999999999999999"], r"seed=99999999999999999999: "),
+        (["-m", "seed=99999999999999999999,0"], r"seed=99999999999999999999: "),
+        (["model=null"], r"must be a string or a list"),
+        (["optim.betas=[0.9]"], r"optim\.betas"),
+        (["~seed"], r"seed: missing"),
+        (["-cn", "nope"], r"nope"),
+    ],
+)
+def test_more_mistakes(overrides, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        cli.check(ROOT, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_glob_over_a_group_is_a_sweep():
+    cli.check(ROOT, ["-m", "optim=glob(s*)", "log=disabled"])

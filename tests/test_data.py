@@ -9,7 +9,7 @@ import torch
 from conftest import compose
 
 from normlab import data
-from normlab.config import ConfigError
+from normlab.explain import ConfigError
 
 
 def markov(*overrides: str) -> data.Markov:

@@ -51,6 +51,19 @@ def test_a_lasting_jump_is_one_event_not_recovered():
     assert [(s.start, s.recovered) for s in found(series)] == [(250, False)]
 
 
+def test_a_bump_longer_than_the_window_is_recovered_when_it_returns():
+    series = curve(700)
+    series[250:390] += 3.0
+    assert [(s.start, s.end) for s in found(series)] == [(250, 390)]
+
+
+def test_a_new_level_can_have_spikes_of_its_own():
+    series = curve(700)
+    series[250:] += 3.0
+    series[600] += 5.0
+    assert [(s.start, s.end) for s in found(series)] == [(250, None), (600, 601)]
+
+
 def test_a_second_spike_shows_after_a_first_one():
     series = curve()
     series[300] += 3.0
@@ -81,6 +94,7 @@ def judged(losses, final, *, grads=None, init=5.5, events=()):
         h1=3.14,
         h2=2.40,
         spikes=events,
+        spike_patience=32,
         stalled_below=0.1,
     )
 
@@ -91,9 +105,20 @@ def test_verdicts():
     assert judged([5.0, 3.0], 3.14 - 0.1 * 0.74 + 1e-6).verdict == "stalled"
     assert judged([5.0, 3.0], 3.14 - 0.1 * 0.74 - 1e-6).verdict == "stable"
     assert judged([5.0, 3.0], 5.5).verdict == "diverged"  # at the loss at initialisation
-    lasting = Spike(start=7, end=None, peak=6.0, height=2.0, z=20.0)
-    assert judged([5.0, 3.0], 2.3, events=[lasting]).verdict == "spiked"
-    assert judged([5.0, 3.0], 2.3, events=[Spike(7, 9, 6.0, 2.0, 20.0)]).verdict == "stable"
+    lasting = Spike(start=7, end=None, peak=6.0, height=2.0, z=20.0, limit=4.5)
+    told = judged([5.0, 3.0] * 30, 2.3, events=[lasting])
+    assert (told.verdict, told.first_bad_step) == ("spiked", 7)
+    assert judged([5.0, 3.0] * 10, 2.3, events=[lasting]).verdict == "stable"  # too late to tell
+    assert judged([5.0, 3.0] * 30, 2.3, events=[Spike(7, 9, 6.0, 2.0, 20.0, 4.5)]).verdict == "stable"
+
+
+def test_a_source_without_bigram_structure_is_judged_by_its_unigrams():
+    def verdict_at(final):
+        return verdict.judge(losses=[5.0], grad_norms=[1.0], init_val_loss=5.0, final_val_loss=final, h1=3.0, h2=3.0,
+                             spikes=[], spike_patience=32, stalled_below=0.1)  # fmt: skip
+
+    assert verdict_at(3.1).verdict == "stable"
+    assert verdict_at(3.3).verdict == "stalled"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

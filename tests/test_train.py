@@ -57,7 +57,7 @@ def test_a_run_in_the_middle_of_others_is_the_run_alone(tmp_path):
 def test_what_a_run_leaves(tmp_path):
     record = train(tiny(tmp_path, "steps=7", "eval.every=3", "log.every=4"))
     folder = tmp_path / "scratch" / record["run_id"]
-    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "layers", "metrics.jsonl", "run.json"]
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "config.yaml", "layers", "metrics.jsonl", "run.json"]
     assert json.loads((folder / "run.json").read_text()) == record
     assert record["status"] == "finished"
     assert {"torch", "hydra-core", "wandb"} <= set(record["packages"])
@@ -135,7 +135,7 @@ def test_an_interrupt_is_marked(tmp_path, monkeypatch):
 
 def test_a_finished_run_is_not_trained_again_unless_forced(tmp_path):
     first = train(tiny(tmp_path))
-    assert train(tiny(tmp_path)) == first
+    assert train(tiny(tmp_path)) == first | {"reused": True}
     forced = train(tiny(tmp_path, "force=true"))
     assert forced["run_id"] == first["run_id"]
     assert forced["final_val_loss"] == first["final_val_loss"]

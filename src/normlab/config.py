@@ -4,6 +4,7 @@ Everything past `load` is frozen, typed and checked; an unknown key is an error.
 """
 
 import difflib
+import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,15 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from normlab.ffn import ACTIVATIONS
+from normlab.explain import ConfigError, explain
+from normlab.ffn import ACTIVATIONS, ffn_width
 from normlab.init import INITS
 from normlab.norm import NORMS
 from normlab.optim import OPTIMIZERS, SCHEDULES
 from normlab.residual import PLACEMENTS
-
-
-class ConfigError(ValueError):
-    """A user's mistake, told in one line: key, value, what is accepted."""
 
 
 def _one_of(names: Set[str] | Mapping[str, Any]) -> AfterValidator:
@@ -35,14 +33,19 @@ def _one_of(names: Set[str] | Mapping[str, Any]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _absolute(path: str) -> str:
+    """From the directory that the command was started in, also in a job that has left it."""
+    if not path:
+        raise ValueError("empty; accepted: a path")
+    return str(Path(os.environ.get("NORMLAB_CWD", "."), Path(path).expanduser()).absolute())
+
+
 def _existing(path: str | None) -> str | None:
-    """Absolute, so that a job that starts elsewhere reads the same file."""
     if path is None:
         return None
-    found = Path(path).expanduser().absolute()
-    if not found.exists():
+    if not Path(_absolute(path)).exists():
         raise ValueError("no such file or folder")
-    return str(found)
+    return _absolute(path)
 
 
 def _device(name: str) -> str:
@@ -60,6 +63,7 @@ def _device(name: str) -> str:
 
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -91,7 +95,7 @@ class ModelConfig(Section):
     scale_embedding: bool
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> "ModelConfig":
+    def _fits_together(self) -> "ModelConfig":
         if self.width % self.heads:
             raise ValueError(f"model.heads={self.heads} must divide model.width={self.width}")
         if self.position == "rotary" and self.width // self.heads % 2:
@@ -99,13 +103,17 @@ class ModelConfig(Section):
                 f"model.position=rotary rotates pairs: the head width model.width / model.heads = "
                 f"{self.width // self.heads} must be even"
             )
+        if self.qk_norm and self.norm == "none":
+            raise ValueError("model.qk_norm=true needs a norm: model.norm=none has none to apply")
+        if ffn_width(self.width, self.ffn_ratio, ACTIVATIONS[self.activation].gated) < 1:
+            raise ValueError(f"model.ffn_ratio={self.ffn_ratio} leaves no FFN unit at model.width={self.width}")
         return self
 
 
 class TextConfig(Section):
     name: Literal["text"]
     path: Annotated[str | None, AfterValidator(_existing)]
-    glob: str | None
+    glob: Annotated[str, Field(min_length=1)] | None
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
     batch_size: PositiveInt
 
@@ -115,7 +123,7 @@ class MarkovConfig(Section):
     vocab: Annotated[int, Field(ge=2)]
     order: NonNegativeInt
     concentration: PositiveFloat
-    source_seed: NonNegativeInt
+    source_seed: Seed
     batch_size: PositiveInt
 
     @model_validator(mode="after")
@@ -180,12 +188,12 @@ class Config(Section):
     spikes: SpikesConfig
     verdict: VerdictConfig
     study: FolderName
-    seed: NonNegativeInt
+    seed: Seed
     steps: NonNegativeInt
     device: Annotated[str, AfterValidator(_device)]
     precision: Literal["fp32", "bf16"]
     compile: bool
-    runs_dir: str
+    runs_dir: Annotated[str, AfterValidator(_absolute)]
     force: bool
 
     @model_validator(mode="after")
@@ -215,42 +223,4 @@ def load(raw: DictConfig | Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from None
-
-
-def _explain(error: Any) -> str:
-    """One pydantic error as `key=value: what is accepted`."""
-    path = [str(part) for part in error["loc"]]
-    if path[:1] == ["data"] and path[1:2] and path[1] in {"text", "markov"}:
-        del path[1]  # pydantic adds the name of the union's member
-    key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        return f"{key}={error['input']!r}: unknown key{suggest(path)}"
-    if error["type"] == "missing":
-        return f"{key}: missing"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error" and (not key or ("." not in key and " " in message and "=" in message)):
-        return message
-    can_be_null = key in {"optim.clip", "data.path", "data.glob", "log.entity"} and error["type"] != "value_error"
-    nullable = ", or null for none" if can_be_null else ""
-    return f"{key}={error['input']!r}: {message[0].lower()}{message[1:]}{nullable}"
-
-
-def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key that a config has."""
-    found = []
-    for name, field in section.model_fields.items():
-        members = getattr(field.annotation, "__args__", None) or (field.annotation,)
-        sections = [m for m in members if isinstance(m, type) and issubclass(m, Section)]
-        found += [k for m in sections for k in known_keys(m, f"{prefix}{name}.")] or [prefix + name]
-    return list(dict.fromkeys(found))
-
-
-def suggest(path: list[str]) -> str:
-    """'; did you mean ...?' for a misspelt key, else the keys that its section accepts."""
-    key, known = ".".join(path), known_keys()
-    close = difflib.get_close_matches(key, known, 1, cutoff=0.75)
-    if close:
-        return f"; did you mean {close[0]}?"
-    section = key.rpartition(".")[0]
-    return f"; accepted: {', '.join(k for k in known if k.rpartition('.')[0] == section) or ', '.join(known)}"
+        raise ConfigError(explain(error, Config)) from None

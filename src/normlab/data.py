@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normlab.config import ConfigError, MarkovConfig, TextConfig
+from normlab.config import MarkovConfig, TextConfig
+from normlab.explain import ConfigError
 
 TRAIN, HELD_OUT = 0, 1  # streams of the batch generator
 Batch = tuple[Tensor, Tensor]  # inputs and next-token targets, int64 (B, T) each
@@ -139,7 +140,10 @@ def _load(cfg: TextConfig | MarkovConfig) -> Source:
 
 def _load_text(cfg: TextConfig) -> Text:
     root = Path(cfg.path) if cfg.path else Path(sysconfig.get_paths()["stdlib"])
-    contents = [f.read_bytes() for f in _files(root, cfg)]
+    try:
+        contents = [f.read_bytes() for f in _files(root, cfg)]
+    except OSError as error:
+        raise ConfigError(f"data.path={str(root)!r}: {error.strerror}: {error.filename or root}") from None
     cuts = [round(len(c) * (1 - cfg.val_fraction)) for c in contents]
     train = b"".join(c[:cut] for c, cut in zip(contents, cuts, strict=True))
     val = b"".join(c[cut:] for c, cut in zip(contents, cuts, strict=True))
@@ -150,15 +154,12 @@ def _load_text(cfg: TextConfig) -> Text:
     digest = hashlib.sha256()
     for content in contents:  # lengths too, so that moving a file boundary changes the hash
         digest.update(len(content).to_bytes(8, "big") + content)
-    train_tokens, val_tokens = (np.frombuffer(b, np.uint8).astype(np.int64) for b in (train, val))
-    log_p = _byte_frequencies(train_tokens)
-    h1 = -float(log_p[0][0, val_tokens].mean())
-    h2 = -float(log_p[1][val_tokens[:-1], val_tokens[1:]].mean())
+    log_p, entropies = _byte_entropies(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8))
     return Text(
         vocab=256,
         sha256=digest.hexdigest(),
         log_p=log_p,
-        entropies=(h1, h2),
+        entropies=entropies,
         entropy_rate=None,
         train=torch.frombuffer(bytearray(train), dtype=torch.uint8),
         val=torch.frombuffer(bytearray(val), dtype=torch.uint8),
@@ -171,6 +172,8 @@ def _files(root: Path, cfg: TextConfig) -> list[Path]:
         return [root]
     pattern = cfg.glob or ("**/*.py" if cfg.path is None else "**/*")
     skip = {"site-packages", "test", "tests", "__pycache__"} if cfg.path is None else set()
+    if Path(pattern).is_absolute():
+        raise ConfigError(f"data.glob={pattern!r}: accepted: a pattern relative to data.path, such as **/*.txt")
     relative = sorted(f.relative_to(root).as_posix() for f in root.glob(pattern) if f.is_file())
     chosen = [root / r for r in relative if not skip & set(r.split("/"))]
     if not chosen:
@@ -178,14 +181,25 @@ def _files(root: Path, cfg: TextConfig) -> list[Path]:
     return chosen
 
 
-def _byte_frequencies(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """log p of the training part's unigrams and bigrams, add-one smoothed: (1, 256) and (256, 256).
+def _byte_entropies(train: np.ndarray, val: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[float, ...]]:
+    """log p of the training part's unigrams (1, 256) and bigrams (256, 256), add-one smoothed, and H1, H2.
 
     H1 and H2 of a text are the held-out cross-entropies of these: the losses of a model that learned only them.
     """
-    single = np.bincount(train, minlength=256)[None] + 1.0
-    pairs = np.bincount(train[:-1] * 256 + train[1:], minlength=65536).reshape(256, 256) + 1.0
-    return np.log(single / single.sum()), np.log(pairs / pairs.sum(1, keepdims=True))
+    counts = [_pair_counts(part) for part in (train, val)]
+    learned = [counts[0].sum(0, keepdims=True) + 1, counts[0] + 1]
+    log_p = tuple(np.log(c / c.sum(1, keepdims=True)) for c in learned)
+    entropies = tuple(-float((counts[1] * log).sum() / counts[1].sum()) for log in log_p)
+    return log_p, entropies
+
+
+def _pair_counts(tokens: np.ndarray) -> np.ndarray:
+    """(256, 256) counts of adjacent bytes, in pieces so that a large text needs little memory."""
+    counts = np.zeros(65536)
+    for start in range(0, len(tokens) - 1, 2**22):
+        piece = tokens[start : start + 2**22 + 1].astype(np.int64)
+        counts += np.bincount(piece[:-1] * 256 + piece[1:], minlength=65536)
+    return counts.reshape(256, 256)
 
 
 def _make_markov(cfg: MarkovConfig) -> Markov:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,8 +27,7 @@ class Log:
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
         """One W&B row."""
-        if self._run is not None:
-            self._run.log(dict(values), step=step)
+        self._wandb(lambda run: run.log(dict(values), step=step))
 
     def progress(self, steps: int, **shown: float) -> None:
         """Advance the bar by `steps` and show the given numbers beside the time left."""
@@ -36,8 +35,7 @@ class Log:
         self._bar.update(steps)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            self._run.summary.update({k: v for k, v in values.items() if v is not None})
+        self._wandb(lambda run: run.summary.update({k: v for k, v in values.items() if v is not None}))
 
     def __enter__(self) -> Self:
         return self
@@ -46,8 +44,17 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
-        if self._run is not None:
-            self._run.finish(exit_code=0 if error is None else 1)
+        self._wandb(lambda run: run.finish(exit_code=0 if error is None else 1))
+
+    def _wandb(self, act: Callable[[Any], object]) -> None:
+        """W&B may break; the run does not: the first error is told in one line and W&B is left alone after it."""
+        if self._run is None:
+            return
+        try:
+            act(self._run)
+        except Exception as error:
+            self._run = None
+            print(f"W&B broke off ({_one_line(error)}); the run goes on without it", file=sys.stderr)
 
 
 def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str, Any]) -> Any:
@@ -70,7 +77,11 @@ def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str
             settings=wandb.Settings(console="off", x_disable_stats=True, init_timeout=30),
         )
     except Exception as error:
-        line = " ".join(str(error).split()) or type(error).__name__
-        online = cfg.mode == "online"
-        print(f"W&B did not start ({line}); going on {'offline' if online else 'without it'}", file=sys.stderr)
-        return _start_wandb(cfg.model_copy(update={"mode": "offline"}), folder, study, settings) if online else None
+        print(f"W&B did not start in mode {cfg.mode} ({_one_line(error)}); the run goes on", file=sys.stderr)
+        if cfg.mode == "offline":
+            return None
+        return _start_wandb(cfg.model_copy(update={"mode": "offline"}), folder, study, settings)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,12 +1,14 @@
 """What a run writes: runs/<study>/<run_id>/ with config.yaml, run.json, metrics.jsonl and layers/*.parquet."""
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import yaml
 from normlab.config import Config
 from normlab.model import TensorId
 
-PART_ROWS = 200_000  # rows of layer statistics held in memory before a Parquet part is written
+PART_ROWS = 50_000  # rows of layer statistics held in memory before a Parquet part is written
 PACKAGES = ("torch", "hydra-core", "wandb", "numpy", "pandas")
 
 
@@ -37,6 +39,19 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
         return None
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """Hold the run folder against other processes; False if one of them holds it. A dead owner holds nothing."""
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 class RunFolder:

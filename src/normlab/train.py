@@ -33,19 +33,29 @@ WANDB_NAMES = {
 
 
 def train(cfg: Config) -> dict[str, Any]:
-    """Run one configuration, or return the record of the finished run with the same id. Returns run.json's content.
+    """Run one configuration and return run.json's content.
 
-    Divergence is a result. Any other exception is recorded as `failed` with its traceback and raised again.
+    A finished run with the same id is not repeated (cfg.force does): its record comes back with `reused`. One that
+    another process is running is left alone: its record, status `running`. Divergence is a result. Any exception is
+    recorded as `failed` with its traceback and raised again.
     """
     device = pick_device(cfg.device)
     source = data.load(cfg.data)
     run_id = store.run_id(cfg, source.sha256, device.type)
     path = Path(cfg.runs_dir) / cfg.study / run_id
-    earlier = store.read_record(path)
-    if earlier and earlier["status"] == "finished" and not cfg.force:
-        return earlier
+    with store.alone(path) as mine:
+        earlier = store.read_record(path) or {}
+        if not mine:
+            return {"run_id": run_id, **earlier, "status": "running"}
+        if earlier.get("status") == "finished" and not cfg.force:
+            return earlier | {"reused": True}
+        return _recorded(cfg, source, device, path)
+
+
+def _recorded(cfg: Config, source: data.Source, device: torch.device, path: Path) -> dict[str, Any]:
+    """Train, with the record kept whatever happens."""
     facts = {
-        "run_id": run_id,
+        "run_id": path.name,
         "study": cfg.study,
         "data_sha256": source.sha256,
         "unigram_entropy": source.h1,
@@ -60,17 +70,18 @@ def train(cfg: Config) -> dict[str, Any]:
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             result = _Fit(cfg, source, device, folder, log).run()
+            folder.close()
+            folder.update(status="finished", **result)
             log.summary(result)
-        folder.close()
-        folder.update(status="finished", **result)
     except BaseException as error:
         folder.close()
-        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        (path / "traceback.txt").write_text(traceback.format_exc())
-        folder.update(
-            status="interrupted" if interrupted else "failed",
-            reason=" ".join(f"{type(error).__name__}: {error}".split()),
-        )
+        if folder.record["status"] == "running":
+            interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+            (path / "traceback.txt").write_text(traceback.format_exc())
+            folder.update(
+                status="interrupted" if interrupted else "failed",
+                reason=" ".join(f"{type(error).__name__}: {error}".split()),
+            )
         raise
     return folder.record
 
@@ -240,6 +251,7 @@ class _Fit:
             h1=result["h1"],
             h2=result["h2"],
             spikes=found,
+            spike_patience=cfg.spikes.min_history,
             stalled_below=cfg.verdict.stalled_below,
         )
         bad = judged.first_bad_step

@@ -28,13 +28,15 @@ def judge(
     h1: float,
     h2: float,
     spikes: Sequence[Spike],
+    spike_patience: int,
     stalled_below: float,
 ) -> Verdict:
     """The first rule that applies, in this order.
 
     diverged: a non-finite loss or gradient norm, or a final held-out loss at or above the one at initialisation.
-    spiked: a loss spike that was not recovered by the end.
-    stalled: (h1 - final_val_loss) / (h1 - h2) < stalled_below, with h1, h2 the unigram and bigram entropies.
+    spiked: a loss spike that was not recovered by the end, spike_patience steps or more after its start.
+    stalled: (h1 - final_val_loss) / (h1 - h2) < stalled_below, with h1, h2 the unigram and bigram entropies. Where the
+    previous token tells nothing (h1 <= h2), h1 is all there is to learn: less than 1 - stalled_below of the way there.
     stable: none of these.
     """
     bad = first_nonfinite(losses, grad_norms)
@@ -45,16 +47,21 @@ def judge(
         return Verdict(
             "diverged", f"final loss {final_val_loss:.4g} is not below the initial {init_val_loss:.4g}", None
         )
-    lasting = [s for s in spikes if not s.recovered]
+    # A rise in the last steps may yet recover: a run that ends there cannot tell.
+    lasting = [s for s in spikes if not s.recovered and len(losses) - s.start >= spike_patience]
     if lasting:
         return Verdict(
             "spiked",
             f"loss rose by {lasting[0].height:.3g} nats at step {lasting[0].start} and stayed up",
             lasting[0].start,
         )
-    progress = (h1 - final_val_loss) / (h1 - h2) if h1 > h2 else math.inf
-    told = f"{progress:.1%} of the way from unigram entropy {h1:.3f} to bigram entropy {h2:.3f}"
-    return Verdict("stalled" if progress < stalled_below else "stable", told)
+    if h1 > h2:
+        progress, needed = (h1 - final_val_loss) / (h1 - h2), stalled_below
+        told = f"{progress:.1%} of the way from unigram entropy {h1:.3f} to bigram entropy {h2:.3f}"
+    else:
+        progress, needed = (init_val_loss - final_val_loss) / (init_val_loss - h1), 1 - stalled_below
+        told = f"{progress:.1%} of the way from the initial loss to unigram entropy {h1:.3f}"
+    return Verdict("stalled" if progress < needed else "stable", told)
 
 
 def first_nonfinite(losses: Sequence[float], grad_norms: Sequence[float]) -> int | None:
