@@ -5,8 +5,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm
 
+import arms
 import figure
-from figure import DEPTH, PLACEMENT, WARMUP, Drawn, Missing
+from arms import DEPTH, PLACEMENT, WARMUP, Missing
+from figure import Drawn
 from normlab.results import Results
 
 STEM = "gradient_heatmap"
@@ -21,10 +23,10 @@ def per_layer(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(data: Results) -> Drawn:
-    runs = figure.with_arms(figure.trained(data))
+    runs = arms.with_arms(arms.trained(data))
     runs = runs[runs[DEPTH] == runs[DEPTH].max()]
-    runs = runs[runs.seed == runs.seed.min()].drop_duplicates("arm")
-    runs = figure.sort_by_placement(runs, PLACEMENT, WARMUP)
+    runs = runs.sort_values("seed").drop_duplicates("arm")
+    runs = arms.sort_by_placement(runs, PLACEMENT, WARMUP)
     left_out = max(0, len(runs) - MOST_PANELS)
     runs = runs.head(MOST_PANELS)
     rows = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])
@@ -57,9 +59,9 @@ def draw(data: Results) -> Drawn:
     more = f" {left_out} further arms are not shown." if left_out else ""
     caption = (
         f"Weight-gradient norm of each block (L2 over its tensors, before clipping) at every step, depth "
-        f"{runs[DEPTH].iloc[0]}, seed {runs.seed.iloc[0]}; grey: zero or not finite.{more}"
+        f"{runs[DEPTH].iloc[0]}, lowest seed of each arm; grey: zero or not finite.{more}"
     )
-    table = figure.joined(rows, runs, ["study", "arm"])[["study", "run_id", "arm", "layer", "step", "value"]]
+    table = arms.joined(rows, runs, ["study", "arm"])[["study", "run_id", "arm", "layer", "step", "value"]]
     return Drawn(fig, table, caption)
 
 

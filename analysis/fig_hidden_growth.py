@@ -5,12 +5,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import NullLocator
 
+import arms
 import figure
-from figure import DEPTH, PLACEMENT, Drawn, Missing
+from arms import DEPTH, PLACEMENT, Missing
+from figure import Drawn
 from normlab import theory
 from normlab.results import Results
 
 STEM = "hidden_growth"
+MOST_PANELS = 4
 
 
 def measured(data: Results) -> pd.DataFrame:
@@ -19,21 +22,24 @@ def measured(data: Results) -> pd.DataFrame:
     The quantity is the lemma's: for post-norm what enters the block's second norm (what leaves it is 1 by
     construction), for the others the stream after the block.
     """
-    runs = data.runs[data.runs["model.init"].isin(["xavier", "xiong"])] if len(data.runs) else data.runs
+    runs = arms.profiled(data)
+    runs = runs[runs["model.init"].isin(["xavier", "xiong"])]
     if runs.empty:
         raise Missing("needs runs with a Xavier-type init (model.init=xavier or xiong)")
-    settings = ["model.width", "model.ffn_ratio", "model.activation", DEPTH, PLACEMENT, "seed"]
-    rows = figure.joined(data.layers[(data.layers.step == 0) & (data.layers.site == "ffn")], runs, settings)
+    keys = [DEPTH, PLACEMENT, "seed", "setting", "model.norm", "model.width", "model.ffn_ratio", "model.activation"]
+    rows = arms.joined(data.layers[(data.layers.step == 0) & (data.layers.site == "ffn")], runs, keys)
     entering = (rows.stat == "norm_input_rms") & (rows.tensor == "norm") & (rows[PLACEMENT] == "post")
     leaving = (rows.stat == "stream_rms") & (rows[PLACEMENT] != "post")
     rows = rows[entering | leaving]
     if rows.empty:
         raise Missing("needs activation profiles at step 0 (probe.batches > 0)")
     rows = rows.assign(block=rows.layer.astype(int) + 1, mean_square=rows.value**2, lower=np.nan, upper=np.nan)
-    for key, index in rows.groupby(settings[:-1]).groups.items():
-        width, ratio, activation, depth, placement = key
-        increment = theory.ffn_increment(int(width), float(ratio), str(activation))
-        bounds = theory.hidden_growth(str(placement), int(depth), increment)
+    for (_, depth, placement), index in rows.groupby(["setting", DEPTH, PLACEMENT]).groups.items():
+        run = rows.loc[index[0]]
+        if run["model.norm"] == "none":  # the lemma takes every sublayer's input to have unit mean square
+            continue
+        increment = theory.ffn_increment(run["model.width"], run["model.ffn_ratio"], run["model.activation"])
+        bounds = theory.hidden_growth(placement, depth, increment)
         if bounds is not None:
             rows.loc[index, "lower"] = bounds.lower[rows.loc[index, "block"]]
             rows.loc[index, "upper"] = bounds.upper[rows.loc[index, "block"]]
@@ -42,17 +48,15 @@ def measured(data: Results) -> pd.DataFrame:
 
 def draw(data: Results) -> Drawn:
     rows = measured(data)
-    # One panel per setting: the study that took it deepest.
-    rows = rows.assign(setting=rows.study.map({s: figure.setting(data.runs, s) for s in rows.study.unique()}))
     deepest = rows[rows[DEPTH] == rows.groupby("setting")[DEPTH].transform("max")]
-    deepest = deepest[deepest.study == deepest.groupby("setting").study.transform("first")]
-    settings = sorted(deepest.setting.unique(), key=lambda s: ("theory" not in s, s))
+    settings = arms.settings_in_order(deepest.setting)
+    left_out, settings = settings[MOST_PANELS:], settings[:MOST_PANELS]
     fig, panels = plt.subplots(1, len(settings), figsize=(3.5 * len(settings) + 0.3, 3.5), squeeze=False)
     for panel, setting in zip(panels[0], settings, strict=True):
         here = deepest[deepest.setting == setting]
-        for placement in figure.in_order(here[PLACEMENT].unique()):
+        for placement in arms.in_order(here[PLACEMENT].unique()):
             mine = here[here[PLACEMENT] == placement]
-            colour, name = figure.colour(placement), figure.placement_name(placement)
+            colour, name = figure.colour(placement), arms.placement_name(placement)
             by_block = mine.groupby("block")[["mean_square", "lower", "upper"]].mean()
             quantity = f"{name}, input of the 2nd norm" if placement == "post" else f"{name}, stream"
             panel.plot(by_block.index, by_block.mean_square, color=colour, label=quantity)
@@ -73,8 +77,9 @@ def draw(data: Results) -> Drawn:
     caption = (
         "Mean square of the hidden state by block at initialisation, mean over seeds. Dotted: the bounds of lemma 2 of "
         "Xiong et al. 2020, recomputed for the activation and FFN ratio in use."
+        f"{f' Not drawn: {len(left_out)} further settings.' if left_out else ''}"
     )
-    columns = ["study", "run_id", PLACEMENT, DEPTH, "seed", "block", "mean_square", "lower", "upper"]
+    columns = ["study", "setting", "run_id", PLACEMENT, DEPTH, "seed", "block", "mean_square", "lower", "upper"]
     return Drawn(fig, pd.DataFrame(deepest[columns]), caption)
 
 

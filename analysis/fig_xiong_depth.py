@@ -10,18 +10,21 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+import arms
 import figure
-from figure import DEPTH, PLACEMENT, Drawn, Missing
+from arms import DEPTH, PLACEMENT, Missing
+from figure import Drawn
 from normlab import theory
 from normlab.results import Results
 
 STEM = "xiong_depth"
+MOST_PANELS = 4
 
 
 class Slope(NamedTuple):
     """Exponent s of gradient ~ depth^s, with its 95 % interval (least squares on logs, Student t), n points."""
 
-    study: str
+    setting: str
     placement: str
     slope: float
     low: float
@@ -39,19 +42,19 @@ def last_ffn(data: Results) -> pd.DataFrame:
         & (layers.site == "ffn")
         & (layers.tensor == "out")
     ]
-    rows = figure.joined(rows, data.runs, [DEPTH, PLACEMENT, "seed"])
+    rows = arms.joined(rows, arms.profiled(data), [DEPTH, PLACEMENT, "seed", "setting"])
     rows = rows[rows.layer == rows[DEPTH] - 1]
-    enough = rows.groupby("study")[DEPTH].transform("nunique") >= 3
+    enough = rows.groupby(["setting", PLACEMENT])[DEPTH].transform("nunique") >= 3
     if not enough.any():
-        raise Missing("needs profiles at step 0 of at least three depths in one study")
+        raise Missing("needs profiles at step 0 of at least three depths in one setting")
     return rows[enough]
 
 
 def slopes(rows: pd.DataFrame) -> list[Slope]:
-    """The fitted exponent of every study and placement."""
+    """The fitted exponent of every setting and placement."""
     found = []
-    rows = figure.sort_by_placement(rows, "study", PLACEMENT)
-    for (study, placement), group in rows.groupby(["study", PLACEMENT], sort=False):
+    rows = arms.sort_by_placement(rows, "setting", PLACEMENT)
+    for (setting, placement), group in rows.groupby(["setting", PLACEMENT], sort=False):
         kept = group[np.isfinite(group.value) & (group.value > 0)]
         if kept[DEPTH].nunique() < 3:
             continue
@@ -59,7 +62,7 @@ def slopes(rows: pd.DataFrame) -> list[Slope]:
         reach = stats.t.ppf(0.975, len(kept) - 2) * fit.stderr
         expected = theory.LAST_FFN_SLOPE.get(str(placement))
         found.append(
-            Slope(str(study), str(placement), fit.slope, fit.slope - reach, fit.slope + reach, len(kept), expected)
+            Slope(str(setting), str(placement), fit.slope, fit.slope - reach, fit.slope + reach, len(kept), expected)
         )
     return found
 
@@ -67,16 +70,17 @@ def slopes(rows: pd.DataFrame) -> list[Slope]:
 def draw(data: Results) -> Drawn:
     rows = last_ffn(data)
     fits = slopes(rows)
-    studies = sorted(rows.study.unique(), key=lambda s: (s != STEM, s))
-    fig, panels = plt.subplots(1, len(studies), figsize=(3.7 * len(studies) + 0.3, 3.6), squeeze=False)
-    for panel, study in zip(panels[0], studies, strict=True):
-        here = rows[rows.study == study]
-        for fit in (f for f in fits if f.study == study):
+    settings = arms.settings_in_order(rows.setting)
+    left_out, settings = settings[MOST_PANELS:], settings[:MOST_PANELS]
+    fig, panels = plt.subplots(1, len(settings), figsize=(3.7 * len(settings) + 0.3, 3.6), squeeze=False)
+    for panel, setting in zip(panels[0], settings, strict=True):
+        here = rows[rows.setting == setting]
+        for fit in (f for f in fits if f.setting == setting):
             mine = here[here[PLACEMENT] == fit.placement]
             colour = figure.colour(fit.placement)
             mean = mine.groupby(DEPTH).value.mean()
             panel.plot(mine[DEPTH], mine.value, "o", color=colour, markersize=3.5, alpha=0.45, markeredgewidth=0)
-            name = f"{figure.placement_name(fit.placement)}: slope {fit.slope:+.2f} [{fit.low:+.2f}, {fit.high:+.2f}]"
+            name = f"{arms.placement_name(fit.placement)}: slope {fit.slope:+.2f} [{fit.low:+.2f}, {fit.high:+.2f}]"
             centre = np.exp(
                 np.log(mean).mean() + fit.slope * (np.log(mean.index) - np.log(mean.index).to_numpy().mean())
             )
@@ -87,19 +91,20 @@ def draw(data: Results) -> Drawn:
                            label=f"theorem 1: slope {fit.theory:g}")  # fmt: skip
         figure.decade_axis(panel.yaxis)
         figure.depth_axis(panel, sorted(here[DEPTH].unique()))
-        panel.set_title(figure.setting(data.runs, study))
+        panel.set_title(setting)
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
     panels[0, 0].set_ylabel("gradient norm, last FFN $W_2$")
     told = "; ".join(
-        f"{f.placement} in {f.study}: {f.slope:+.3f} [{f.low:+.3f}, {f.high:+.3f}], n = {f.n}" for f in fits
+        f"{f.placement} ({f.setting}): {f.slope:+.3f} [{f.low:+.3f}, {f.high:+.3f}], n = {f.n}" for f in fits
     )
     caption = (
         "Expected gradient norm of the last block's second FFN matrix at initialisation against depth; dots are seeds, "
         f"lines least-squares fits on logs. Exponents with 95 % intervals: {told}."
+        f"{f' Not drawn: {len(left_out)} further settings.' if left_out else ''}"
     )
-    table = rows[["study", "run_id", PLACEMENT, DEPTH, "seed", "value"]]
+    table = rows[["study", "run_id", "setting", PLACEMENT, DEPTH, "seed", "value"]]
     fitted = pd.DataFrame(fits).rename(columns={"placement": PLACEMENT})
-    return Drawn(fig, table.merge(fitted, on=["study", PLACEMENT], how="left"), caption)
+    return Drawn(fig, table.merge(fitted, on=["setting", PLACEMENT], how="left"), caption)
 
 
 if __name__ == "__main__":

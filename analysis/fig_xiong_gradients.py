@@ -7,8 +7,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
+import arms
 import figure
-from figure import DEPTH, PLACEMENT, WARMUP, Drawn, Missing
+from arms import DEPTH, PLACEMENT, WARMUP, Missing
+from figure import Drawn
 from normlab.results import Results
 
 STEM = "xiong_gradients"
@@ -16,23 +18,24 @@ TENSORS = {"in": "$W_1$ (in)", "out": "$W_2$ (out)"}
 
 
 def draw(data: Results) -> Drawn:
-    runs = figure.trained(data)
+    runs = arms.trained(data)
     runs = runs[runs[WARMUP] > 0]
     if runs.empty:
         raise Missing("needs training runs with warm-up (optim.warmup_steps > 0)")
+    runs, note = arms.narrowed(runs, PLACEMENT)
     rows = data.layers[
         (data.layers.stat == "expected_weight_grad_norm")
         & (data.layers.site == "ffn")
         & data.layers.tensor.isin(TENSORS)
     ]
-    rows = figure.joined(rows, runs, [PLACEMENT, DEPTH, WARMUP, "seed"])
+    rows = arms.joined(rows, runs, [PLACEMENT, DEPTH, WARMUP, "seed"])
     at_init, warm = rows.step == 0, rows.step == rows[WARMUP]
     rows = rows[at_init | (warm & (rows[PLACEMENT] == "post"))]
     if rows.empty:
         raise Missing("needs profiles at step 0 and after warm-up (probe.batches > 0)")
     when = rows.step.eq(0).map({True: "at initialisation", False: "after warm-up"})
-    rows = rows.assign(curve=rows[PLACEMENT].map(figure.placement_name) + " " + when)
-    rows = figure.sort_by_placement(rows, PLACEMENT, "step", "run_id", "tensor", "layer")
+    rows = rows.assign(curve=rows[PLACEMENT].map(arms.placement_name) + " " + when)
+    rows = arms.sort_by_placement(rows, PLACEMENT, "step", "run_id", "tensor", "layer")
 
     depths = sorted(rows[DEPTH].unique())
     fig, panels = plt.subplots(
@@ -67,7 +70,7 @@ def draw(data: Results) -> Drawn:
     fig.legend(handles, labels, loc="outside lower center", ncols=3)
     caption = (
         "Frobenius norm of the mini-batch-averaged weight gradient of the two FFN matrices by layer, before training "
-        "and when warm-up ends (Xiong et al. 2020, figure 3a-b)."
+        "and when warm-up ends (Xiong et al. 2020, figure 3a-b)." + note
     )
     columns = ["study", "run_id", PLACEMENT, DEPTH, "seed", "step", "layer", "tensor", "value"]
     return Drawn(fig, pd.DataFrame(rows[columns]), caption)

@@ -6,8 +6,19 @@ from scipy import stats
 
 import fig_hidden_growth
 import fig_xiong_depth
-import figure
-from figure import DEPTH, PLACEMENT, WARMUP, Missing
+from arms import (
+    DATA,
+    DEPTH,
+    PLACEMENT,
+    WARMUP,
+    Missing,
+    in_order,
+    placement_name,
+    short_names,
+    sort_by_placement,
+    varying,
+    with_arms,
+)
 from normlab.results import Results
 
 
@@ -18,15 +29,17 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     diverge stands beside them.
     """
     finished = runs[runs.status == "finished"]
+    if finished.empty:
+        return pd.DataFrame({"runs": [0]})
     trained = finished[finished.steps > 0]
     if trained.empty:
         profiled = finished.groupby([DEPTH, PLACEMENT], sort=True)
         table = profiled.agg(runs=("run_id", "size"), init_loss=("init_val_loss", "mean")).reset_index()
         return table.rename(columns={DEPTH: "depth", PLACEMENT: "placement"}).round(3)
-    arms = figure.with_arms(trained)
-    rest = [k for k in figure.varying(trained) if k not in {PLACEMENT, WARMUP}]
+    named = with_arms(trained)
+    rest = short_names([k for k in varying(trained) if k not in {PLACEMENT, WARMUP}])
     rows = []
-    for (depth, _), group in arms.groupby([DEPTH, "arm"], sort=True):
+    for (depth, _), group in named.groupby([DEPTH, "arm"], sort=True):
         alive = group[group.verdict != "diverged"].final_val_loss
         counts = group.verdict.value_counts()
         first = group.iloc[0]
@@ -35,7 +48,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
                 "depth": depth,
                 "placement": first[PLACEMENT],
                 "warm-up": first[WARMUP],
-                **{k.split(".")[-1]: first[k] for k in rest},
+                **{name: first[key] for key, name in rest.items()},
                 "verdict": counts.index[0] if len(counts) == 1 else ", ".join(f"{n} {v}" for v, n in counts.items()),
                 "final val loss": f"{alive.mean():.3f}{_interval(alive)}" if len(alive) else "diverged",
                 "diverged": f"{len(group) - len(alive)}/{len(group)}",
@@ -43,7 +56,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
                 "runs": len(group),
             }
         )
-    return figure.sort_by_placement(pd.DataFrame(rows), "depth", "placement", "warm-up", column="placement")
+    return sort_by_placement(pd.DataFrame(rows), "depth", "placement", "warm-up", column="placement")
 
 
 def _interval(values: pd.Series) -> str:
@@ -70,18 +83,20 @@ def _by_depth(runs: pd.DataFrame) -> list[str]:
     found = []
     for depth, here in trained.groupby(DEPTH):
         told = []
-        for placement in figure.in_order(here[PLACEMENT].unique()):
+        for placement in in_order(here[PLACEMENT].unique()):
             group = here[here[PLACEMENT] == placement]
             stable = int((group.verdict == "stable").sum())
             losses = group.final_val_loss.dropna()
             others = ", ".join(f"{n} {v}" for v, n in group.verdict.value_counts().items() if v != "stable")
             span = f"{losses.min():.3f} to {losses.max():.3f}" if len(losses) else "none finite"
             told.append(
-                f"{figure.placement_name(placement)} is stable in {stable} of {len(group)} runs"
+                f"{placement_name(placement)} is stable in {stable} of {len(group)} runs"
                 f"{f' ({others})' if others else ''}, final validation loss {span}"
             )
-        lines = f"unigram entropy {here.h1.mean():.3f}, bigram entropy {here.h2.mean():.3f}"
-        found.append(f"Depth {depth}: {'; '.join(told)} ({lines}; seeds: {here.seed.nunique()}).")
+        lines = f"unigram entropy {here.h1.iloc[0]:.3f}, bigram entropy {here.h2.iloc[0]:.3f}; "
+        if here[DATA].nunique() > 1:
+            lines = ""
+        found.append(f"Depth {depth}: {'; '.join(told)} ({lines}seeds: {here.seed.nunique()}).")
     return found
 
 
@@ -91,21 +106,21 @@ def _warmup(runs: pd.DataFrame) -> list[str]:
     if trained.empty or trained[WARMUP].nunique() < 2 or 0 not in set(trained[WARMUP]):
         return []
     longest = trained[WARMUP].max()
-    keys = [DEPTH, "seed", *(k for k in figure.varying(trained) if k != WARMUP)]
-    if PLACEMENT not in keys:
-        keys.append(PLACEMENT)
+    rest = [k for k in varying(trained) if k not in {WARMUP, PLACEMENT}]
+    keys = [DEPTH, PLACEMENT, "seed", "rest"]
+    trained = trained.assign(rest=trained[rest].map(str).agg(" ".join, axis=1) if rest else "")
     pairs = trained[trained[WARMUP] == longest].merge(
         trained[trained[WARMUP] == 0], on=keys, suffixes=("_with", "_without")
     )
     found = []
-    pairs = figure.sort_by_placement(pairs, DEPTH, PLACEMENT)
+    pairs = sort_by_placement(pairs, DEPTH, PLACEMENT)
     for (depth, placement), group in pairs.groupby([DEPTH, PLACEMENT], sort=False):
         change = (group.final_val_loss_with - group.final_val_loss_without).dropna()
         moved = group[group.verdict_with != group.verdict_without]
         verdicts = ", ".join(f"{r.verdict_without} to {r.verdict_with}" for _, r in moved.iterrows()) or "none"
         effect = f"changed the final validation loss by {change.mean():+.3f}" if len(change) else "left no finite pair"
         found.append(
-            f"Warm-up of {longest} steps, {figure.placement_name(str(placement))} at depth {depth}: {effect} "
+            f"Warm-up of {longest} steps, {placement_name(str(placement))} at depth {depth}: {effect} "
             f"(paired, n = {len(change)}); verdicts changed: {verdicts}."
         )
     return found
@@ -114,12 +129,11 @@ def _warmup(runs: pd.DataFrame) -> list[str]:
 def _slopes(data: Results) -> list[str]:
     found = []
     for fit in fig_xiong_depth.slopes(fig_xiong_depth.last_ffn(data)):
-        where = figure.setting(data.runs, fit.study)
         expected = "" if fit.theory is None else f"; theorem 1 says {fit.theory:g}"
         found.append(
             f"At initialisation the last FFN's expected gradient goes as depth^{fit.slope:.3f} for "
-            f"{figure.placement_name(fit.placement)} (95 % interval {fit.low:.3f} to {fit.high:.3f}, n = {fit.n}; "
-            f"{where}{expected})."
+            f"{placement_name(fit.placement)} (95 % interval {fit.low:.3f} to {fit.high:.3f}, n = {fit.n}; "
+            f"{fit.setting}{expected})."
         )
     return found
 
@@ -128,8 +142,8 @@ def _growth(data: Results) -> list[str]:
     """How the hidden state grows, and at how many blocks it lies within lemma 2's bounds (post: within 15 %)."""
     rows = fig_hidden_growth.measured(data)
     found = []
-    rows = figure.sort_by_placement(rows, "study", PLACEMENT)
-    for (study, placement), group in rows.groupby(["study", PLACEMENT], sort=False):
+    rows = sort_by_placement(rows, "setting", PLACEMENT)
+    for (setting, placement), group in rows.groupby(["setting", PLACEMENT], sort=False):
         deepest = group[group[DEPTH] == group[DEPTH].max()]
         by_block = deepest.groupby("block")[["mean_square", "lower", "upper"]].mean()
         if by_block.lower.isna().any() or deepest[DEPTH].iloc[0] < 48:
@@ -138,8 +152,8 @@ def _growth(data: Results) -> list[str]:
         inside = by_block.mean_square.between(by_block.lower * (1 - slack), by_block.upper * (1 + slack)).sum()
         start, end = by_block.mean_square.iloc[[0, -1]]
         found.append(
-            f"Hidden state of {figure.placement_name(str(placement))} at initialisation, depth {len(by_block)} "
-            f"({figure.setting(data.runs, str(study))}): mean square {start:.2f} at block 1, {end:.2f} at the last; "
+            f"Hidden state of {placement_name(str(placement))} at initialisation, depth {len(by_block)} "
+            f"({setting}): mean square {start:.2f} at block 1, {end:.2f} at the last; "
             f"{'within 15 % of' if slack else 'inside'} the bounds of lemma 2 at {inside} of {len(by_block)} blocks."
         )
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+import arms
 import fig_gradient_heatmap
 import fig_hidden_growth
 import fig_loss_curves
@@ -19,8 +20,8 @@ import fig_xiong_gradients
 import fig_xiong_warmup
 import figure
 import findings
-from figure import Drawn, Missing
-from normlab import results
+from arms import Missing
+from figure import Drawn
 from normlab.results import Results
 
 FIGURES = (
@@ -59,7 +60,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=figure.ROOT / "report", help="default: report/")
     options = parser.parse_args()
     try:
-        data = results.load(options.runs)
+        data = arms.load(options.runs)
     except FileNotFoundError as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
@@ -93,6 +94,9 @@ def write(data: Results, name: str, figures: Path) -> str:
             drawn: Drawn = module.draw(data)
         except Missing as reason:
             missing.append(f"{module.STEM}: {reason}")
+            continue
+        except Exception as error:  # one figure that breaks must not take the page with it
+            missing.append(f"{module.STEM}: could not be drawn: {type(error).__name__}: {error}")
             continue
         png = figure.save(drawn, module.STEM, figures)
         encoded = base64.b64encode(png.read_bytes()).decode()

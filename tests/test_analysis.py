@@ -9,23 +9,25 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT
+from conftest import ROOT, compose
 
+import arms
 import fig_gradient_heatmap
 import fig_hidden_growth
 import fig_loss_curves
 import fig_xiong_depth
+import fig_xiong_gradients
 import figure
 import findings
 import report
-from figure import DEPTH, PLACEMENT, Missing
-from normlab import results
+from arms import DEPTH, PLACEMENT, WARMUP, Missing
 from normlab.results import Results
+from normlab.train import train
 
 
 @pytest.fixture(scope="module")
 def data(study) -> Results:
-    return results.load(study)
+    return arms.load([study])
 
 
 @pytest.mark.parametrize("module", report.FIGURES, ids=lambda m: m.STEM)
@@ -71,7 +73,9 @@ def test_a_script_runs_on_its_own(study, tmp_path):
 
 def test_fitted_slope_is_the_exponent_of_a_power_law():
     rng = np.random.default_rng(0)
-    rows = pd.DataFrame([{"study": "s", PLACEMENT: "pre", DEPTH: d, "value": 3 * d**-0.5} for d in (6, 12, 24, 48, 96)])
+    rows = pd.DataFrame(
+        [{"setting": "s", PLACEMENT: "pre", DEPTH: d, "value": 3 * d**-0.5} for d in (6, 12, 24, 48, 96)]
+    )
     (exact,) = fig_xiong_depth.slopes(rows)
     assert exact.slope == pytest.approx(-0.5, abs=1e-12)
     assert exact.theory == -0.5
@@ -170,3 +174,138 @@ def test_a_null_setting_keeps_its_own_arm(data):
     table = findings.summary(runs)
     assert table.runs.sum() == len(runs)
     assert len(table) == 3 * 2 * 2 * 2
+
+
+def raw(data: Results, stat: str, tensor: str | None) -> pd.DataFrame:
+    """FFN rows of one statistic at step 0, by run and layer, straight from the layer table."""
+    rows = data.layers[(data.layers.step == 0) & (data.layers.site == "ffn") & (data.layers.stat == stat)]
+    rows = rows[rows.tensor.isna() if tensor is None else rows.tensor == tensor]
+    return rows.set_index(["run_id", "layer"]).value
+
+
+def test_numbers_of_the_depth_figure(data):
+    drawn = fig_xiong_depth.draw(data)
+    figure.plt.close(drawn.figure)
+    expected = raw(data, "expected_weight_grad_norm", "out")
+    for _, row in drawn.table.iterrows():
+        assert row.value == expected[row.run_id, row[DEPTH] - 1]
+    assert set(drawn.table[PLACEMENT]) == {"pre", "post"}
+    assert dict(zip(drawn.table[PLACEMENT], drawn.table.theory, strict=True)) == {"pre": -0.5, "post": 0.0}
+    # both warm-ups of a seed start from the same weights: one initialisation is one point
+    assert len(drawn.table) == 3 * 2 * 2
+    assert (drawn.table.n == 6).all()
+
+
+def test_numbers_of_the_growth_figure(data):
+    drawn = fig_hidden_growth.draw(data)
+    figure.plt.close(drawn.figure)
+    for _, row in drawn.table.iterrows():
+        post = row[PLACEMENT] == "post"
+        rms = raw(data, "norm_input_rms", "norm") if post else raw(data, "stream_rms", None)
+        assert row.mean_square == pytest.approx(rms[row.run_id, row.block - 1] ** 2)
+
+
+def test_numbers_of_the_gradients_figure(data):
+    drawn = fig_xiong_gradients.draw(data)
+    figure.plt.close(drawn.figure)
+    table = drawn.table
+    assert set(zip(table[PLACEMENT], table.step, strict=True)) == {("pre", 0), ("post", 0), ("post", 3)}
+    for tensor in ("in", "out"):
+        expected = raw(data, "expected_weight_grad_norm", tensor)
+        for _, row in table[(table.tensor == tensor) & (table.step == 0)].iterrows():
+            assert row.value == expected[row.run_id, row.layer]
+
+
+def test_effect_of_warm_up_is_with_minus_without(data):
+    runs = data.runs[(data.runs[DEPTH] == 2) & (data.runs[PLACEMENT] == "pre")]
+    by = runs.groupby(WARMUP).final_val_loss.mean()
+    (told,) = [s for s in findings.sentences(data) if s.startswith("Warm-up") and "pre-norm at depth 2" in s]
+    assert f"by {by[3] - by[0]:+.3f} (paired, n = 2)" in told
+
+
+def test_interval_of_a_mean_is_student_s(data):
+    runs = data.runs[data.runs[WARMUP] == 0]
+    three = pd.concat([runs, runs[runs.seed == 0].assign(seed=2, run_id=lambda t: t.run_id + "x")])
+    row = findings.summary(three).iloc[0]
+    losses = three[(three[DEPTH] == row.depth) & (three[PLACEMENT] == row.placement)].final_val_loss
+    reach = 4.302653 * losses.std(ddof=1) / 3**0.5  # t quantile of 0.975 at 2 degrees of freedom
+    assert row["final val loss"] == f"{losses.mean():.3f} ± {reach:.3f}"
+
+
+def test_the_same_run_in_two_studies_counts_once(study, tmp_path, data):
+    shutil.copytree(study, tmp_path / "again")
+    for record in (tmp_path / "again").glob("*/run.json"):
+        record.write_text(json.dumps(json.loads(record.read_text()) | {"study": "again"}))
+    both = arms.load([study, tmp_path / "again"])
+    assert len(both.runs) == len(data.runs)
+    assert len(both.steps) == len(data.steps)
+    assert len(both.layers) == len(data.layers)
+    assert sum("counted once" in s for s in both.runs.attrs["skipped"]) == len(data.runs)
+    assert findings.summary(both.runs).equals(findings.summary(data.runs))
+
+
+def test_settings_are_told_apart_and_not_pooled(data):
+    runs = data.runs.copy()
+    runs.loc[runs.seed == 1, "model.norm"] = "rmsnorm"
+    settings = arms.profiled(Results(runs, data.steps, data.layers)).setting.unique()
+    assert sorted(s.split(", ")[-1] for s in settings) == ["layernorm", "rmsnorm"]
+    runs["data_sha256"] = np.where(runs.seed == 0, "a" * 64, "b" * 64)
+    runs["data"] = "text " + runs.data_sha256.str[:6]
+    assert {"data", "model.norm"} == {k for k in arms.varying(runs) if k not in {PLACEMENT, WARMUP}}
+
+
+def test_bounds_are_drawn_only_where_the_lemma_holds(data):
+    runs = data.runs.assign(**{"model.norm": "none"})
+    assert fig_hidden_growth.measured(Results(runs, data.steps, data.layers)).lower.isna().all()
+
+
+def test_keys_that_end_alike_keep_their_whole_name(data):
+    runs = data.runs.assign(**{"eval.every": data.runs.seed, "probe.every": data.runs.seed + 1})
+    assert {"eval.every", "probe.every"} <= set(findings.summary(runs).columns)
+
+
+def test_divergence_shows_in_the_curves_and_their_numbers(data):
+    victim = data.runs[(data.runs[DEPTH] == 4)].iloc[0]
+    drawn = fig_loss_curves.draw(diverged(data, victim.run_id))
+    mine = drawn.table[drawn.table.run_id == victim.run_id]
+    assert mine.loss.isna().tolist() == [False] * 4 + [True] * 2
+    (panel,) = [p for p in drawn.figure.axes if p.get_title() == "depth 4"]
+    (cross,) = [line for line in panel.lines if line.get_marker() == "x"]
+    assert cross.get_xdata()[0] == 3
+    assert panel.get_ylim()[0] <= cross.get_ydata()[0] <= panel.get_ylim()[1]
+    figure.plt.close(drawn.figure)
+
+
+def test_a_figure_that_breaks_is_named_and_the_page_is_whole(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(fig_loss_curves, "draw", lambda _: 1 / 0)
+    page = report.write(data, "x", tmp_path)
+    assert "loss_curves: could not be drawn: ZeroDivisionError" in page
+    assert page.count("data:image/png;base64,") == len(report.FIGURES) - 1
+
+
+def test_a_study_of_failures_only_makes_a_page(data, tmp_path):
+    runs = data.runs.assign(status="failed", reason="OSError: gone")
+    runs.attrs["skipped"] = []
+    page = report.write(Results(runs, data.steps, data.layers), "x", tmp_path)
+    assert page.count("is failed: OSError: gone") == len(runs)
+
+
+def test_list_settings_and_missing_evaluations_are_no_obstacle(data):
+    runs = data.runs.copy()
+    runs["optim.betas"] = [[0.9, 0.95] if s else [0.9, 0.999] for s in runs.seed]
+    bare = Results(runs, data.steps.assign(val_loss=np.nan), data.layers)
+    assert findings.sentences(bare)
+    for module in report.FIGURES:
+        figure.plt.close(module.draw(bare).figure)
+
+
+def test_theorem_1_in_its_own_setting(tmp_path):
+    """Depths 6, 24 and 96 in the setting of Xiong et al. 2020, section 3.3: slopes 0 (post) and -1/2 (pre)."""
+    for depth in (6, 24, 96):
+        for placement in ("pre", "post"):
+            settings = ["experiment=xiong_theory", f"model.depth={depth}", f"model.placement={placement}"]
+            train(compose(*settings, "steps=0", "log=disabled", "study=theory", f"runs_dir={tmp_path}"))
+    theory = arms.load([tmp_path / "theory"])
+    fits = {f.placement: f for f in fig_xiong_depth.slopes(fig_xiong_depth.last_ffn(theory))}
+    assert fits["pre"].slope == pytest.approx(-0.5, abs=0.1)
+    assert fits["post"].slope == pytest.approx(0.0, abs=0.1)

@@ -1,0 +1,155 @@
+"""Which runs count, and what tells them apart: arms, settings, order."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from normlab import results
+from normlab.residual import PLACEMENTS
+from normlab.results import Results
+
+DEPTH, PLACEMENT, WARMUP, DATA = "model.depth", "model.placement", "optim.warmup_steps", "data"
+
+_ORDER = {placement: i for i, placement in enumerate(PLACEMENTS)}
+
+
+class Missing(Exception):
+    """The runs cannot support this figure; the message says what is missing."""
+
+
+# Settings that name or house a run, or that a figure always shows on an axis of its own.
+_NOT_AN_ARM = {DEPTH, "seed", "study", "runs_dir", "force"}
+_WORDS = {
+    PLACEMENT: lambda v: f"{v}-norm" if v in {"pre", "post"} else str(v),
+    WARMUP: lambda v: f"warm-up {v}" if v else "no warm-up",
+    "optim.lr": lambda v: f"lr {v:g}",
+    "optim.name": str,
+    "model.norm": str,
+    "model.activation": str,
+    "precision": str,
+    DATA: str,
+}
+
+
+def load(paths: Iterable[Path]) -> Results:
+    """results.load, with each run once: the same run in two studies is one measurement, not two.
+
+    Adds the column `data`: the source's name and the start of its hash, in place of the settings that lead to it.
+    """
+    data = results.load(paths)
+    if data.runs.empty:
+        return data
+    again = data.runs.run_id.duplicated()
+    runs = data.runs[~again].reset_index(drop=True)
+    runs[DATA] = runs["data.name"] + " " + runs.get("data_sha256", pd.Series("?", runs.index)).str[:6]
+    counted = [f"{r.study}/{r.run_id}: also in another study; counted once" for _, r in data.runs[again].iterrows()]
+    runs.attrs["skipped"] = data.runs.attrs["skipped"] + counted
+    kept = pd.MultiIndex.from_frame(runs[["study", "run_id"]])
+
+    def only(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows[pd.MultiIndex.from_frame(rows[["study", "run_id"]]).isin(kept)] if again.any() else rows
+
+    return Results(runs, only(data.steps), only(data.layers))
+
+
+def trained(data: Results) -> pd.DataFrame:
+    """The finished training runs, with a verdict each. A diverged run is one of them; a failed run is not."""
+    runs = data.runs
+    if runs.empty or not ((runs.status == "finished") & (runs.steps > 0)).any():
+        raise Missing("no finished training run (steps > 0) among these")
+    return runs[(runs.status == "finished") & (runs.steps > 0)]
+
+
+def profiled(data: Results) -> pd.DataFrame:
+    """One run per initialisation: what cannot change step 0 (learning rate, warm-up, ...) does not count it again.
+
+    Adds `setting`: the initialisation apart from depth, placement and seed, for a panel's title.
+    """
+    runs = data.runs
+    if runs.empty or not (runs.status == "finished").any():
+        raise Missing("no finished run among these")
+    runs = runs[runs.status == "finished"]
+    keys = [c for c in _settings(runs) if c.startswith("model.") and c not in {PLACEMENT, DEPTH}] + [
+        DATA,
+        "data.batch_size",
+    ]
+    keys += ["probe.batches", "precision", "compile"]
+    named = runs.apply(_setting, axis=1)
+    for base in named.unique():  # tell settings of one short name apart by what differs among them
+        mine = runs[named == base]
+        for key in keys:
+            if mine[key].map(str).nunique() > 1:
+                named[mine.index] += mine[key].map(lambda value, key=key: f", {_told(key, value)}")
+    return runs.assign(setting=named).drop_duplicates(["setting", PLACEMENT, DEPTH, "seed"])
+
+
+def _setting(run: pd.Series) -> str:
+    start = "theory setting" if run["model.init"] == "xiong" else f"{run['model.init']} init"
+    return f"{start}, {run['model.activation']}, FFN ×{run['model.ffn_ratio']:g}, width {run['model.width']}"
+
+
+def settings_in_order(settings: Iterable[str]) -> list[str]:
+    """The theory setting first."""
+    return sorted(set(settings), key=lambda s: (not s.startswith("theory"), s))
+
+
+def _settings(runs: pd.DataFrame) -> list[str]:
+    """Columns that say what a run is, as opposed to where it lies and what came of it."""
+    dotted = [c for c in runs.columns if "." in c and not c.startswith(("log.", "data."))]
+    return [c for c in [*dotted, DATA, "data.batch_size", "steps", "precision", "compile", "device"] if c in runs]
+
+
+def varying(runs: pd.DataFrame) -> list[str]:
+    """The settings that differ between these runs, apart from depth, seed and names."""
+    return [c for c in _settings(runs) if c not in _NOT_AN_ARM and runs[c].map(str).nunique() > 1]
+
+
+def with_arms(runs: pd.DataFrame) -> pd.DataFrame:
+    """`runs` with `arm`: a readable name of everything that differs but depth and seed."""
+    keys = [PLACEMENT, *(k for k in varying(runs) if k != PLACEMENT)]
+    return runs.assign(arm=runs.apply(lambda run: ", ".join(_told(k, run[k]) for k in keys), axis=1))
+
+
+def narrowed(runs: pd.DataFrame, *free: str) -> tuple[pd.DataFrame, str]:
+    """The runs of the commonest setting, where more than the `free` keys vary, and a sentence that says so."""
+    keys = [k for k in varying(runs) if k not in free]
+    if not keys:
+        return runs, ""
+    names = runs.apply(lambda run: ", ".join(_told(k, run[k]) for k in keys), axis=1)
+    counts = names.value_counts()
+    chosen = min(counts.index[counts == counts.max()])
+    return runs[names == chosen], f" Of {len(counts)} settings, this one is shown: {chosen}."
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """key -> its last part, or the whole key where two share it."""
+    last = [k.split(".")[-1] for k in keys]
+    return {k: part if last.count(part) == 1 else k for k, part in zip(keys, last, strict=True)}
+
+
+def _told(key: str, value: Any) -> str:
+    if value is None or value != value:  # null; NaN after pandas has had it
+        return f"no {key.split('.')[-1]}"
+    return _WORDS[key](value) if key in _WORDS else f"{key.split('.')[-1]} {value}"
+
+
+def in_order(placements: Iterable[str]) -> list[str]:
+    """Placements in the order of their table; unknown ones, of another version, last."""
+    return sorted(placements, key=lambda p: (_ORDER.get(p, len(_ORDER)), p))
+
+
+def sort_by_placement(table: pd.DataFrame, *keys: str, column: str = PLACEMENT) -> pd.DataFrame:
+    """Rows by the given columns, where `column` among them sorts as in_order does."""
+    rank = {p: i for i, p in enumerate(in_order(table[column].unique()))}
+    return table.sort_values(list(keys), key=lambda c: c.map(rank) if c.name == column else c, ignore_index=True)
+
+
+def placement_name(placement: str) -> str:
+    return _WORDS[PLACEMENT](placement)
+
+
+def joined(rows: pd.DataFrame, runs: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    """`rows` of these runs with some of the runs' columns beside them."""
+    return rows.merge(runs[["run_id", *columns]], on="run_id", suffixes=("", "_run"))
