@@ -70,20 +70,36 @@ def test_a_torn_last_line_is_dropped_and_a_torn_middle_is_an_error(folder, tmp_p
     path.write_text(path.read_text() + '{"step": 1, "lo')
     assert len(results.load(tmp_path).steps) == 1
     path.write_text('{"step": 0, "lo\n{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is not JSON"):
-        results.load(tmp_path)
+    runs = results.load(tmp_path).runs
+    assert len(runs) == 0
+    assert "metrics.jsonl: line 1 is not JSON" in runs.attrs["skipped"][0]
 
 
 def test_a_folder_without_a_record_is_left_out_and_named(folder, tmp_path):
     folder.close()
+    good = (folder.path / "run.json").read_text()
     (tmp_path / "scratch" / "phantom").mkdir()
     (tmp_path / "scratch" / "phantom" / "config.yaml").write_text("seed: 0\n")
     (tmp_path / "scratch" / "torn").mkdir()
     (tmp_path / "scratch" / "torn" / "run.json").write_text('{"run_id": ')
     (tmp_path / "scratch" / "torn" / "config.yaml").write_text("seed: 0\n")
+    for name, record, settings in (("list", "[]", "seed: 0\n"), ("bare", "{}", "seed: 0\n"), ("empty", good, "")):
+        (tmp_path / "scratch" / name).mkdir()
+        (tmp_path / "scratch" / name / "run.json").write_text(record)
+        (tmp_path / "scratch" / name / "config.yaml").write_text(settings)
+    (tmp_path / "scratch" / "no_config").mkdir()
+    (tmp_path / "scratch" / "no_config" / "run.json").write_text(good)
+    (tmp_path / "scratch" / "bad_part" / "layers").mkdir(parents=True)
+    (tmp_path / "scratch" / "bad_part" / "run.json").write_text(good)
+    (tmp_path / "scratch" / "bad_part" / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "scratch" / "bad_part" / "layers" / "part-00000.parquet").write_bytes(b"torn")
+    kept_by_wandb = tmp_path / "scratch" / "abc" / "wandb" / "run-1" / "files"
+    kept_by_wandb.mkdir(parents=True)
+    (kept_by_wandb / "config.yaml").write_text("wandb: 1\n")
     runs = results.load(tmp_path).runs
     assert runs.run_id.tolist() == ["abc"]
-    assert [s.split(":")[0].rsplit("/", 1)[-1] for s in runs.attrs["skipped"]] == ["phantom", "torn"]
+    named = [s.split(":")[0].rsplit("/", 1)[-1] for s in runs.attrs["skipped"]]
+    assert named == ["bad_part", "bare", "empty", "list", "no_config", "phantom", "torn"]
 
 
 def test_a_missing_path_is_named(tmp_path):

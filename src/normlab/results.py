@@ -10,6 +10,8 @@ import yaml
 
 from normlab.store import LAYERS_SCHEMA, read_record
 
+STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
+
 
 class Results(NamedTuple):
     """runs: one row per run (settings as dotted columns, and run.json). steps: one row per optimizer step.
@@ -23,46 +25,54 @@ class Results(NamedTuple):
 def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Results:
     """Read every run below the given study or run folders, in the order of study and run id.
 
-    A folder whose record is missing or torn is left out and named in runs.attrs["skipped"]. Runs of every status are
-    returned; filter on `status` before drawing a conclusion. Raises FileNotFoundError naming a path that is not there.
-    layers=False skips the layer tables (and returns an empty one).
+    A folder that cannot be read whole is left out and named with the reason in runs.attrs["skipped"]. Runs of every
+    status are returned; filter on `status` before drawing a conclusion. Raises FileNotFoundError naming a path that is
+    not there. layers=False skips the layer tables (and returns an empty one).
     """
     roots = [paths] if isinstance(paths, str | Path) else list(paths)
     runs, steps, tables = [], [], []
     skipped: list[str] = []
     for folder in _run_folders(Path(root) for root in roots):
-        record = read_record(folder)
-        if record is None or not (folder / "config.yaml").exists():
-            skipped.append(f"{folder}: no readable run.json and config.yaml")
+        try:
+            row = _run_row(folder)
+            who = {"run_id": row["run_id"], "study": row["study"]}
+            mine = _read_metrics(folder / "metrics.jsonl").assign(**who)
+            parts = [pd.read_parquet(p).assign(**who) for p in sorted(folder.glob("layers/*.parquet")) if layers]
+        except (OSError, ValueError, KeyError, TypeError, NotImplementedError, yaml.YAMLError) as error:
+            skipped.append(f"{folder}: {' '.join(str(error).split()) or type(error).__name__}")
             continue
-        runs.append(_run_row(folder, record))
-        who = {"run_id": record["run_id"], "study": record["study"]}
-        steps.append(_read_metrics(folder / "metrics.jsonl").assign(**who))
-        if layers:
-            parts = sorted(folder.glob("layers/*.parquet"))
-            tables += [pd.read_parquet(p).assign(**who) for p in parts]
+        runs.append(row)
+        steps.append(mine)
+        tables += parts
     run_table = pd.DataFrame(runs)
     run_table.attrs["skipped"] = skipped
     empty_layers = pd.DataFrame(columns=[*LAYERS_SCHEMA.names, "run_id", "study"])
     return Results(
         run_table,
-        pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=["run_id", "study", "step"]),
+        pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=[*STEP_COLUMNS, "run_id", "study"]),
         _typed_layers(pd.concat(tables, ignore_index=True) if tables else empty_layers),
     )
 
 
 def _run_folders(roots: Iterable[Path]) -> Iterator[Path]:
-    found: dict[Path, None] = {}
+    """Folders that hold a run.json or a config.yaml, not those that W&B keeps inside a run."""
+    found: set[Path] = set()
     for root in roots:
         if not root.is_dir():
             raise FileNotFoundError(f"{root}: no such folder; accepted: a study (runs/STUDY) or one run's folder")
-        records = [root / "run.json"] if (root / "run.json").exists() else sorted(root.rglob("config.yaml"))
-        found |= dict.fromkeys(r.parent.resolve() for r in records)
-    yield from sorted(found, key=lambda f: (f.parent.name, f.name))
+        for name in ("run.json", "config.yaml"):
+            files = [root / name] if (root / name).exists() else root.rglob(name)
+            found |= {f.parent.resolve() for f in files if "wandb" not in f.relative_to(root).parts}
+    yield from sorted(found, key=lambda f: (f.parent.name, f.name, f))
 
 
-def _run_row(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _run_row(folder: Path) -> dict[str, Any]:
+    record = read_record(folder)
+    if not isinstance(record, dict) or not {"run_id", "study", "status"} <= set(record):
+        raise ValueError("no readable run.json")
     settings = yaml.safe_load((folder / "config.yaml").read_text())
+    if not isinstance(settings, dict):
+        raise ValueError("no readable config.yaml")
     flat = pd.json_normalize(settings, sep=".").iloc[0].to_dict()
     # The record wins where both have a key: it holds the numbers that were measured.
     return {**flat, **record, "path": str(folder)}
@@ -78,8 +88,9 @@ def _read_metrics(path: Path) -> pd.DataFrame:
         except ValueError:
             if number != len(lines) - 1:
                 raise ValueError(f"{path}: line {number + 1} is not JSON") from None
-    table = pd.DataFrame(rows, columns=None if rows else ["step"])
-    return table.astype({c: "int64" if c in {"step", "tokens"} else "float64" for c in table.columns})
+    columns = list(dict.fromkeys([*STEP_COLUMNS, *(key for row in rows for key in row)]))
+    table = pd.DataFrame(rows, columns=columns).astype("float64")
+    return table.astype({"step": "int64"})
 
 
 def _typed_layers(table: pd.DataFrame) -> pd.DataFrame:
