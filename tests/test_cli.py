@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,7 +64,8 @@ def test_a_multirun_leaves_readable_runs_and_wandb_records(tmp_path):
         for layer in range(run["model.depth"]):
             assert f"grad_norm/layer_{layer:03d}" in inspected.stdout
         assert run.run_id in inspected.stdout
-        assert "train/loss" in inspected.stdout
+        for name in ("train/loss", "train/lr", "val/loss", "verdict", "scratch"):
+            assert name in inspected.stdout
         assert f"layer_{run['model.depth']:03d}" not in inspected.stdout
         mine = layers[(layers.run_id == run.run_id) & (layers.stat == "weight_grad_norm")]
         assert sorted(mine.layer.dropna().unique()) == list(range(run["model.depth"]))
@@ -92,6 +95,8 @@ def test_a_failing_job_fails_the_command_and_the_sweep_goes_on(tmp_path):
     done = script("experiments/train.py", "-m", *base, "seed=0,1,2", cwd=tmp_path)
     assert done.returncode == 1
     assert record["run_id"] in done.stderr
+    assert done.stderr.count("seed 1:  failed: ") == 1
+    assert done.stdout.count("val loss") == 2
     folder.parent.unlink()
     assert sorted(load(tmp_path / "runs/scratch").runs.seed) == [0, 2]
 
@@ -101,3 +106,48 @@ def test_hydra_s_own_flags_work(flag, tmp_path):
     done = script("experiments/train.py", *flag, cwd=tmp_path)
     assert done.returncode == 0
     assert "placement: pre" in done.stdout
+
+
+def test_sigterm_marks_the_run_and_keeps_its_rows(tmp_path):
+    command = [sys.executable, str(ROOT / "experiments/train.py"), *TINY, "steps=1000000", f"runs_dir={tmp_path}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(f.stat().st_size > 10_000 for f in tmp_path.glob("scratch/*/metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    runs, steps, layers = load(tmp_path)
+    assert runs.status.tolist() == ["interrupted"]
+    assert len(steps) > 10
+    assert layers[layers.stat == "weight_grad_norm"].step.max() == steps.step.max()
+
+
+@pytest.mark.parametrize("arguments", [["-m", "seed=0,1", "model.depth=2"], ["model.depth=2"]])
+def test_init_profile_takes_flags_and_overrides(arguments, tmp_path):
+    small = [t for t in TINY if not t.startswith(("steps", "model.depth"))]
+    done = script("experiments/init_profile.py", *arguments, *small, f"runs_dir={tmp_path / 'r'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert set(load(tmp_path / "r").runs.steps_done) == {0}
+
+
+def test_init_profile_refuses_to_train(tmp_path):
+    done = script("experiments/init_profile.py", "steps=4", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_mistake_behind_a_flag_that_skips_the_check_is_one_line_too(tmp_path):
+    done = script("experiments/train.py", "--cfg", "job", "model.dept=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "model.dept" in done.stderr
+
+
+def test_relative_paths_start_where_the_command_was_given(tmp_path):
+    (tmp_path / "text").write_bytes(b"some text " * 3000)
+    small = [t for t in TINY if not t.startswith("data") or "batch" in t]
+    paths = ["data.path=text", "runs_dir=here", "hydra.job.chdir=true"]
+    done = script("experiments/train.py", *small, *paths, "steps=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(load(tmp_path / "here" / "scratch").runs) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "text"]

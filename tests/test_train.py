@@ -8,28 +8,31 @@ import pytest
 import torch
 from conftest import ROOT, compose, tiny
 
-from normlab import store
+from normlab import data, probe, store
 from normlab.results import load
-from normlab.train import train
+from normlab.train import _Fit, train
 
-GOLDEN = json.loads((Path(__file__).parent / "golden_first_update.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent / "golden_first_updates.json").read_text())
 
 
-def first_update(folder: Path, placement: str) -> dict[str, float]:
-    """The first row's numbers and every tensor's gradient norm of a small paired pair of runs."""
-    train(tiny(folder, f"model.placement={placement}", "steps=1", "optim.clip=0.5", f"study={placement}"))
+def first_updates(folder: Path, placement: str) -> dict[str, float]:
+    """The first three updates' numbers and, of the first one, every tensor's gradient norm."""
+    settings = [f"model.placement={placement}", f"study={placement}", "seed=1", "steps=3", "optim.clip=0.5"]
+    train(tiny(folder, *settings, "optim.warmup_steps=2", "optim.schedule=cosine", "optim.weight_decay=0.1"))
     results = load(folder / placement)
-    row = results.steps.iloc[0]
-    numbers = {k: row[k] for k in ("loss", "lr", "grad_norm", "update_norm", "val_loss")}
-    norms = results.layers[results.layers.stat == "weight_grad_norm"]
+    columns = ("loss", "lr", "grad_norm", "update_norm")
+    numbers = {f"{c}_{step}": results.steps[c][step] for step in range(3) for c in columns}
+    numbers["val_loss_0"] = results.steps.val_loss[0]
+    numbers["final_val_loss"] = results.runs.final_val_loss[0]
+    norms = results.layers[(results.layers.stat == "weight_grad_norm") & (results.layers.step == 0)]
     names = [f"{r.layer if isinstance(r.layer, int) else '-'}.{r.site}.{r.tensor}" for r in norms.itertuples()]
     return numbers | dict(zip(names, norms.value, strict=True))
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_golden_first_update(tmp_path, placement):
+def test_golden_first_updates(tmp_path, placement):
     """A refactor leaves these as they are; a commit that changes them starts with `numerics:` and says why."""
-    got = first_update(tmp_path, placement)
+    got = first_updates(tmp_path, placement)
     assert set(got) == set(GOLDEN[placement])
     for name, value in GOLDEN[placement].items():
         assert got[name] == pytest.approx(value, rel=2e-4, abs=1e-7), name
@@ -103,6 +106,77 @@ def test_divergence_is_a_result_whatever_the_cadence_of_reading(tmp_path, every,
     last = steps.iloc[-1]
     assert not (math.isfinite(last.loss) and math.isfinite(last.grad_norm))
     assert steps.loss.dtype == float
+
+
+def test_divergence_names_its_step_rate_and_layer(tmp_path, monkeypatch):
+    """Layer 1's gradient breaks at step 3, in the middle of the warm-up."""
+    measure, calls = probe.GradientMeter.gradients, []
+
+    def breaking(meter):
+        norms = measure(meter)
+        calls.append(1)
+        if len(calls) == 4:
+            norms[next(i for i, t in enumerate(meter.ids) if t.layer == 1 and t.tensor == "in")] = math.inf
+        return norms
+
+    monkeypatch.setattr(probe.GradientMeter, "gradients", breaking)
+    record = train(tiny(tmp_path, "model.depth=3", "optim.warmup_steps=6", "optim.lr=6e-3"))
+    told = {k: record[k] for k in ("verdict", "first_bad_step", "first_bad_layer", "steps_done")}
+    assert told == {"verdict": "diverged", "first_bad_step": 3, "first_bad_layer": 1, "steps_done": 4}
+    assert record["first_bad_lr"] == pytest.approx(4e-3)
+
+
+def test_a_run_that_learned_less_than_a_tenth_is_stalled(tmp_path):
+    cfg = tiny(tmp_path, "optim.lr=1e-4")
+    record = train(cfg)
+    held_out = data.load(cfg.data).held_out(2, 4, 16)
+    for key, known in (("h1", 0), ("h2", 1)):
+        expected = sum(data.load(cfg.data).reference_loss(b, known) for b in held_out) / 2
+        assert record[key] == pytest.approx(expected)
+    assert record["verdict"] == "stalled"
+    assert record["final_val_loss"] < record["init_val_loss"]
+    learned = train(tiny(tmp_path, "optim.lr=1e-2", "steps=60"))
+    progress = (learned["h1"] - learned["final_val_loss"]) / (learned["h1"] - learned["h2"])
+    assert learned["verdict"] == ("stable" if progress >= 0.1 else "stalled")
+    strict = train(tiny(tmp_path, "optim.lr=1e-2", "steps=60", "verdict.stalled_below=1.0"))
+    assert (progress < 1.0, strict["verdict"]) == (True, "stalled")
+
+
+def test_a_lasting_spike_is_seen_in_the_loss_and_judged(tmp_path, monkeypatch):
+    """From step 50 on every weight is large: the loss jumps and stays up."""
+    update, calls = _Fit.update, []
+
+    def broken(fit, lr, norms):
+        update(fit, lr, norms)
+        calls.append(1)
+        if len(calls) == 50:
+            with torch.no_grad():
+                fit.model.head.weight.mul_(8)
+
+    monkeypatch.setattr(_Fit, "update", broken)
+    record = train(tiny(tmp_path, "steps=100", "optim.lr=1e-5", "data.batch_size=32", "model.tie=false"))
+    assert record["spike_count"] == len(record["spikes"]) == 1
+    assert record["spikes"][0]["start"] == 50
+    assert record["verdict"] in {"spiked", "diverged"}
+    if record["final_val_loss"] < record["init_val_loss"]:
+        assert record["verdict"] == "spiked"
+
+
+def test_profiles_are_taken_before_training_after_warm_up_and_at_the_end(tmp_path):
+    train(tiny(tmp_path, "optim.warmup_steps=4"))
+    layers = load(tmp_path).layers
+    assert sorted(layers[layers.stat == "expected_weight_grad_norm"].step.unique()) == [0, 4, 6]
+
+
+def test_a_run_of_another_process_is_left_alone(tmp_path):
+    first = train(tiny(tmp_path, "steps=0"))
+    folder = tmp_path / "scratch" / first["run_id"]
+    before = (folder / "run.json").read_bytes()
+    with store.alone(folder) as mine:
+        assert mine
+        assert train(tiny(tmp_path, "steps=0", "force=true"))["status"] == "running"
+        assert (folder / "run.json").read_bytes() == before
+    assert train(tiny(tmp_path, "steps=0", "force=true"))["status"] == "finished"
 
 
 def test_an_exception_is_a_failure_with_its_traceback(tmp_path, monkeypatch):

@@ -92,14 +92,16 @@ def check(root: Path, arguments: list[str]) -> None:
     args = get_args_parser().parse_args(arguments)
     if args.cfg or args.info or args.help or args.hydra_help or args.shell_completion or args.config_dir:
         return
+    name = args.config_name or "config"
     with _conf(root):
-        for overrides in _jobs(args.overrides, args.multirun, args.config_name or "config"):
-            cfg = load(_compose(overrides, args.config_name or "config"))
-            data.load(cfg.data).require(cfg.model.context)
-            try:
-                Path(cfg.runs_dir).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"runs_dir={cfg.runs_dir!r}: {error.strerror}") from None
+        cfgs = [load(_compose(overrides, name)) for overrides in _jobs(args.overrides, args.multirun, name)]
+    for cfg in cfgs:
+        data.load(cfg.data).require(cfg.model.context)
+    for folder in {cfg.runs_dir for cfg in cfgs}:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"runs_dir={folder!r}: {error.strerror}") from None
 
 
 def compose(root: Path, overrides: list[str]) -> Config:
