@@ -13,10 +13,13 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	touch $@
 
 # The headline study: gradients at initialisation, the small training sweep, figures and report.
+# Models this small do best with one thread each, so two processes share the work.
+demo: export OMP_NUM_THREADS = 1
 demo: $(VENV)/.installed
-	$(PY) experiments/init_profile.py
-	$(PY) experiments/init_profile.py +sweeps=xiong_depth
-	$(PY) experiments/train.py +sweeps=demo
+	$(PY) experiments/init_profile.py log.progress=false & other=$$!; \
+	$(PY) experiments/init_profile.py +sweeps=xiong_depth && wait $$other
+	$(PY) experiments/train.py +sweeps=demo model.placement=post log.progress=false & other=$$!; \
+	$(PY) experiments/train.py +sweeps=demo model.placement=pre && wait $$other
 	$(PY) analysis/report.py runs/demo runs/init_profile runs/xiong_depth
 
 test: $(VENV)/.installed

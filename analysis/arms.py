@@ -71,11 +71,8 @@ def profiled(data: Results) -> pd.DataFrame:
     if runs.empty or not (runs.status == "finished").any():
         raise Missing("no finished run among these")
     runs = runs[runs.status == "finished"]
-    keys = [c for c in _settings(runs) if c.startswith("model.") and c not in {PLACEMENT, DEPTH}] + [
-        DATA,
-        "data.batch_size",
-    ]
-    keys += ["probe.batches", "precision", "compile"]
+    keys = [c for c in _settings(runs) if c.startswith("model.") and c not in {PLACEMENT, DEPTH}]
+    keys += [DATA, "data.batch_size", "probe.batches", "precision", "compile"]
     named = runs.apply(_setting, axis=1)
     for base in named.unique():  # tell settings of one short name apart by what differs among them
         mine = runs[named == base]
