@@ -38,7 +38,7 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Re
             who = {"run_id": row["run_id"], "study": row["study"]}
             mine = _read_metrics(folder / "metrics.jsonl").assign(**who)
             parts = [pd.read_parquet(p).assign(**who) for p in sorted(folder.glob("layers/*.parquet")) if layers]
-        except (OSError, ValueError, KeyError, TypeError, NotImplementedError, yaml.YAMLError) as error:
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             skipped.append(f"{folder}: {' '.join(str(error).split()) or type(error).__name__}")
             continue
         runs.append(row)
