@@ -25,8 +25,8 @@ from normlab.results import Results
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per depth and arm of the trained runs, every run counted; of the initialisation profiles if none trained.
 
-    Losses are means over the seeds that did not diverge, with a 95 % t interval from three seeds on; how many did
-    diverge stands beside them.
+    Losses are means over all seeds, with a 95 % t interval from three seeds on. A diverged seed counts with its loss at
+    initialisation (the cap of Wortsman et al. 2023, arXiv 2309.14322); how many did stands beside the mean.
     """
     finished = runs[runs.status == "finished"]
     if finished.empty:
@@ -40,7 +40,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     rest = short_names([k for k in varying(trained) if k not in {PLACEMENT, WARMUP}])
     rows = []
     for (depth, _), group in named.groupby([DEPTH, "arm"], sort=True):
-        alive = group[group.verdict != "diverged"].final_val_loss
+        diverged = group.verdict == "diverged"
+        losses = group.final_val_loss.where(~diverged, group.init_val_loss)
         counts = group.verdict.value_counts()
         first = group.iloc[0]
         rows.append(
@@ -50,8 +51,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
                 "warm-up": first[WARMUP],
                 **{name: first[key] for key, name in rest.items()},
                 "verdict": counts.index[0] if len(counts) == 1 else ", ".join(f"{n} {v}" for v, n in counts.items()),
-                "final val loss": f"{alive.mean():.3f}{_interval(alive)}" if len(alive) else "diverged",
-                "diverged": f"{len(group) - len(alive)}/{len(group)}",
+                "final val loss": "diverged" if diverged.all() else f"{losses.mean():.3f}{_interval(losses)}",
+                "diverged": f"{diverged.sum()}/{len(group)}",
                 "spikes": int(group.spike_count.sum()),
                 "runs": len(group),
             }

@@ -87,6 +87,8 @@ def write(data: Results, name: str, figures: Path) -> str:
     parts += ["<h2>What was found</h2>", "<ul>"]
     parts += [f"<li>{html.escape(s)}</li>" for s in findings.sentences(data)]
     parts += ["</ul>", "<h2>Runs</h2>", table(findings.summary(data.runs))]
+    if (data.runs.get("verdict") == "diverged").any():
+        parts += ['<p class="note">A diverged seed enters a mean with its loss at initialisation.</p>']
     missing = []
     for module in FIGURES:
         title = (module.__doc__ or "").splitlines()[0]

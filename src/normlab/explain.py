@@ -59,10 +59,9 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 def _form(section: type[BaseModel]) -> str | None:
     """The value of `name` that tells this form of a section from its others (data=text, data=markov)."""
-    arguments = getattr(
-        section.model_fields.get("name", None) and section.model_fields["name"].annotation, "__args__", ()
-    )
-    return arguments[0] if len(arguments) == 1 else None
+    name = section.model_fields.get("name")
+    values = getattr(name.annotation, "__args__", ()) if name else ()
+    return values[0] if len(values) == 1 else None
 
 
 def _nullable(config: type[BaseModel], prefix: str = "") -> set[str]:
