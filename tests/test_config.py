@@ -1,12 +1,15 @@
 """The door: what is accepted, what is refused, and how that is told."""
 
 import inspect
+from typing import get_args
 
 import pytest
 from conftest import ROOT, compose
 
 from normlab import cli, config, spikes
 from normlab.explain import ConfigError
+from normlab.init import INITS
+from normlab.optim import OPTIMIZERS, SCHEDULES
 from normlab.residual import PLACEMENTS
 from normlab.train import train
 
@@ -124,6 +127,12 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     passed_as_keywords = {("SpikesConfig", name) for name in config.SpikesConfig.model_fields}
     assert fields - read - told_apart_by_type - passed_as_keywords == set()
     assert set(config.SpikesConfig.model_fields) == set(inspect.signature(spikes.find).parameters) - {"series"}
+
+
+def test_the_tables_have_the_rows_that_the_config_accepts():
+    assert set(get_args(config.InitName)) == set(INITS)
+    assert set(get_args(config.OptimizerName)) == set(OPTIMIZERS)
+    assert set(get_args(config.ScheduleName)) == set(SCHEDULES)
 
 
 def test_every_placement_composes():

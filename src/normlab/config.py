@@ -16,9 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from normlab.explain import ConfigError, explain
 from normlab.ffn import ACTIVATIONS, ffn_width
-from normlab.init import INITS
 from normlab.norm import NORMS
-from normlab.optim import OPTIMIZERS, SCHEDULES
 from normlab.residual import PLACEMENTS
 
 
@@ -62,6 +60,11 @@ def _device(name: str) -> str:
     return name
 
 
+# The tables in init.py and optim.py have these rows; norms, placements and activations are read off their own tables.
+InitName = Literal["xavier", "xiong", "gpt2"]
+OptimizerName = Literal["adam", "adamw", "radam", "sgd"]
+ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -87,8 +90,8 @@ class ModelConfig(Section):
     norm_eps: NonNegativeFloat
     placement: Annotated[str, _one_of(PLACEMENTS)]
     activation: Annotated[str, _one_of(ACTIVATIONS)]
-    init: Annotated[str, _one_of(INITS)]
-    position: Annotated[str, _one_of({"learned", "sinusoidal", "rotary", "none"})]
+    init: InitName
+    position: Literal["learned", "sinusoidal", "rotary", "none"]
     qk_norm: bool
     bias: bool
     tie: bool
@@ -137,10 +140,10 @@ class MarkovConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Annotated[str, _one_of(OPTIMIZERS)]
+    name: OptimizerName
     lr: PositiveFloat
     warmup_steps: NonNegativeInt
-    schedule: Annotated[str, _one_of(SCHEDULES)]
+    schedule: ScheduleName
     final_lr_ratio: Annotated[float, Field(ge=0, le=1)]
     clip: Annotated[float, Field(gt=0)] | None
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)]

@@ -4,19 +4,14 @@ Each tensor's draw depends on the seed and its own address only, so one seed giv
 tensors that they share, whatever else the arm contains.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from normlab.config import InitName, ModelConfig
 from normlab.model import Decoder, TensorId, tensors
 from normlab.residual import PLACEMENTS
-
-if TYPE_CHECKING:
-    from normlab.config import ModelConfig
 
 Scheme = Callable[[TensorId, int, int, int], float]
 GAINED = {"v", "out", "in", "gate"}  # the tensors of a block that a placement's init gain multiplies
@@ -37,7 +32,7 @@ def _gpt2(tensor: TensorId, fan_in: int, fan_out: int, depth: int) -> float:
     return 0.02 / (2 * depth) ** 0.5 if tensor.layer is not None and tensor.tensor == "out" else 0.02
 
 
-INITS: dict[str, Scheme] = {"xavier": _xavier, "xiong": _xiong, "gpt2": _gpt2}
+INITS: dict[InitName, Scheme] = {"xavier": _xavier, "xiong": _xiong, "gpt2": _gpt2}
 
 
 @torch.no_grad()

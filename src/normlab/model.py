@@ -3,24 +3,19 @@
 Shapes: B batch, T tokens, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normlab.attention import Attention, Rotary, sinusoid
+from normlab.config import ModelConfig
 from normlab.ffn import FFN
 from normlab.norm import NORMS
 from normlab.residual import PLACEMENTS
-
-if TYPE_CHECKING:
-    from normlab.config import ModelConfig
 
 
 def _make_norm(cfg: ModelConfig, width: int) -> nn.Module:

@@ -1,28 +1,24 @@
 """Optimizers by name and learning-rate schedules as pure functions of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from normlab.config import OptimConfig
+from normlab.config import OptimConfig, OptimizerName, ScheduleName
 
 # (fraction of the decay phase done in [0, 1), warm-up steps, 1-based step) -> multiple of the peak
 Decay = Callable[[float, int, int], float]
 
-SCHEDULES: dict[str, Decay] = {
+SCHEDULES: dict[ScheduleName, Decay] = {
     "constant": lambda done, warmup, n: 1.0,
     "linear": lambda done, warmup, n: 1 - done,
     "cosine": lambda done, warmup, n: 0.5 * (1 + math.cos(math.pi * done)),
     "inverse_sqrt": lambda done, warmup, n: math.sqrt(max(warmup, 1) / n),  # Vaswani et al. 2017, equation 3
 }
 
-OPTIMIZERS: dict[str, Callable[[list[dict], OptimConfig, bool], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[OptimizerName, Callable[[list[dict], OptimConfig, bool], torch.optim.Optimizer]] = {
     "adam": lambda groups, cfg, fused: torch.optim.Adam(
         groups, cfg.lr, cfg.betas, cfg.eps, weight_decay=cfg.weight_decay, fused=fused
     ),
