@@ -27,6 +27,7 @@ def measured(data: Results) -> pd.DataFrame:
     if runs.empty:
         raise Missing("needs runs with a Xavier-type init (model.init=xavier or xiong)")
     keys = [DEPTH, PLACEMENT, "seed", "setting", "model.norm", "model.width", "model.ffn_ratio", "model.activation"]
+    keys += ["model.position", "model.scale_embedding"]
     rows = arms.joined(data.layers[(data.layers.step == 0) & (data.layers.site == "ffn")], runs, keys)
     entering = (rows.stat == "norm_input_rms") & (rows.tensor == "norm") & (rows[PLACEMENT] == "post")
     leaving = (rows.stat == "stream_rms") & (rows[PLACEMENT] != "post")
@@ -36,7 +37,8 @@ def measured(data: Results) -> pd.DataFrame:
     rows = rows.assign(block=rows.layer.astype(int) + 1, mean_square=rows.value**2, lower=np.nan, upper=np.nan)
     for (_, depth, placement), index in rows.groupby(["setting", DEPTH, PLACEMENT]).groups.items():
         run = rows.loc[index[0]]
-        if run["model.norm"] == "none":  # the lemma takes every sublayer's input to have unit mean square
+        # The lemma takes the embedding and every sublayer's input to have unit mean square.
+        if run["model.norm"] == "none" or run["model.position"] == "sinusoidal" or not run["model.scale_embedding"]:
             continue
         increment = theory.ffn_increment(run["model.width"], run["model.ffn_ratio"], run["model.activation"])
         bounds = theory.hidden_growth(placement, depth, increment)

@@ -94,13 +94,13 @@ def write(data: Results, name: str, figures: Path) -> str:
         title = (module.__doc__ or "").splitlines()[0]
         try:
             drawn: Drawn = module.draw(data)
+            png = figure.save(drawn, module.STEM, figures)
         except Missing as reason:
             missing.append(f"{module.STEM}: {reason}")
             continue
         except Exception as error:  # one figure that breaks must not take the page with it
             missing.append(f"{module.STEM}: could not be drawn: {type(error).__name__}: {error}")
             continue
-        png = figure.save(drawn, module.STEM, figures)
         encoded = base64.b64encode(png.read_bytes()).decode()
         parts += [
             f'<h2 id="{module.STEM}">{html.escape(title)}</h2>',
@@ -121,7 +121,7 @@ def table(summary: pd.DataFrame) -> str:
     heads = "".join(f"<th{texts.get(c, '')}>{html.escape(str(c))}</th>" for c in summary.columns)
     rows = []
     for _, row in summary.iterrows():
-        bad = row.get("verdict", "stable") not in {"stable", "profiled"}
+        bad = row.get("verdict", "stable") != "stable"
         styles = texts | ({"verdict": ' class="text bad"'} if bad else {})
         cells = [f"<td{styles.get(str(c), '')}>{html.escape(str(v))}</td>" for c, v in row.items()]
         rows.append(f"<tr>{''.join(cells)}</tr>")

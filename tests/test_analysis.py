@@ -255,8 +255,12 @@ def test_settings_are_told_apart_and_not_pooled(data):
     assert {"data", "model.norm"} == {k for k in arms.varying(runs) if k not in {PLACEMENT, WARMUP}}
 
 
-def test_bounds_are_drawn_only_where_the_lemma_holds(data):
-    runs = data.runs.assign(**{"model.norm": "none"})
+@pytest.mark.parametrize(
+    ("key", "value"), [("model.norm", "none"), ("model.position", "sinusoidal"), ("model.scale_embedding", False)]
+)
+def test_bounds_are_drawn_only_where_the_lemma_holds(data, key, value):
+    assert fig_hidden_growth.measured(data).lower.notna().all()
+    runs = data.runs.assign(**{key: value})
     assert fig_hidden_growth.measured(Results(runs, data.steps, data.layers)).lower.isna().all()
 
 
@@ -277,8 +281,13 @@ def test_divergence_shows_in_the_curves_and_their_numbers(data):
     figure.plt.close(drawn.figure)
 
 
-def test_a_figure_that_breaks_is_named_and_the_page_is_whole(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(fig_loss_curves, "draw", lambda _: 1 / 0)
+@pytest.mark.parametrize("broken", ["draw", "save"])
+def test_a_figure_that_breaks_is_named_and_the_page_is_whole(data, tmp_path, monkeypatch, broken):
+    save = figure.save
+    if broken == "draw":
+        monkeypatch.setattr(fig_loss_curves, "draw", lambda _: 1 / 0)
+    else:
+        monkeypatch.setattr(figure, "save", lambda d, stem, f: 1 / 0 if stem == "loss_curves" else save(d, stem, f))
     page = report.write(data, "x", tmp_path)
     assert "loss_curves: could not be drawn: ZeroDivisionError" in page
     assert page.count("data:image/png;base64,") == len(report.FIGURES) - 1

@@ -19,7 +19,7 @@ class GradientMeter:
     """L2 norm of every weight tensor's gradient and of the whole update, on the device, at every step.
 
     One foreach call each. Sums run in float64: float32 squares overflow above 1e19 and vanish below 1e-23,
-    both of which deep post-norm stacks reach.
+    where the norm of an exploding or a vanishing gradient would read inf or 0.
     """
 
     def __init__(self, model: Decoder) -> None:
