@@ -36,7 +36,8 @@ _WORDS = {
 def load(paths: Iterable[Path]) -> Results:
     """results.load, with each run once: the same run in two studies is one measurement, not two.
 
-    Adds the column `data`: the source's name and the start of its hash, in place of the settings that lead to it.
+    A layer's number means one block: of an encoder-decoder, the decoder's layers stay. Adds the column `data`: the
+    source's name and the start of its hash, in place of the settings that lead to it.
     """
     data = results.load(paths)
     if data.runs.empty:
@@ -45,13 +46,18 @@ def load(paths: Iterable[Path]) -> Results:
     runs = data.runs[~again].reset_index(drop=True)
     runs[DATA] = runs["data.name"] + " " + runs.get("data_sha256", pd.Series("?", runs.index)).str[:6]
     counted = [f"{r.study}/{r.run_id}: also in another study; counted once" for _, r in data.runs[again].iterrows()]
-    runs.attrs["skipped"] = data.runs.attrs["skipped"] + counted
+    two = runs[runs.get("model.arch", pd.Series("decoder", runs.index)) == "encoder_decoder"]
+    halved = [f"{r.study}/{r.run_id}: an encoder-decoder; its decoder's layers are shown" for _, r in two.iterrows()]
+    runs.attrs["skipped"] = data.runs.attrs["skipped"] + counted + halved
     kept = pd.MultiIndex.from_frame(runs[["study", "run_id"]])
 
     def only(rows: pd.DataFrame) -> pd.DataFrame:
         return rows[pd.MultiIndex.from_frame(rows[["study", "run_id"]]).isin(kept)] if again.any() else rows
 
-    return Results(runs, only(data.steps), only(data.layers))
+    layers = only(data.layers)
+    if len(two):
+        layers = layers[~(layers.run_id.isin(two.run_id) & (layers["stack"] == "encoder"))]
+    return Results(runs, only(data.steps), layers)
 
 
 def trained(data: Results) -> pd.DataFrame:

@@ -26,7 +26,21 @@ from normlab.results import Results
 ROOT = Path(__file__).resolve().parents[1]
 
 # Okabe & Ito's colour-blind-safe palette; a placement has the same colour in every figure.
+# After its seven, further ones as far from them and from each other as there is room for.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+PALETTE += [
+    "#7f3fbf",
+    "#8c564b",
+    "#bcbd22",
+    "#e7298a",
+    "#1b5e20",
+    "#a6761d",
+    "#6b6ecf",
+    "#ff7f7f",
+    "#17becf",
+    "#ad494a",
+]
+PALETTE += ["#637939", "#b5a0e0", "#5f9ea0", "#d2b48c", "#4d4d4d", "#2ca02c"]
 COLOURS = dict(zip(PLACEMENTS, itertools.cycle(PALETTE), strict=False))
 MARKERS = ["", "o", "s", "^", "D"]
 LINES: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1))]

@@ -13,7 +13,7 @@ import torch
 
 from normlab import cli, data, optim
 from normlab.init import initialise
-from normlab.model import Decoder
+from normlab.model import build
 from normlab.probe import GradientMeter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,9 +29,9 @@ class Arm:
         cfg = cli.compose(ROOT, ["data=markov", f"model.depth={depth}"])
         source = data.load(cfg.data)
         self.batch = source.batch(0, 0, cfg.data.batch_size, cfg.model.context)
-        self.model = Decoder(cfg.model, source.vocab)
+        self.model = build(cfg.model, source.vocab)
         initialise(self.model, cfg.model, seed=0)
-        self.optimizer = optim.make(self.model, cfg.optim)
+        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
         self.meter = GradientMeter(self.model) if statistics_on else None
 
     def seconds(self, steps: int) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT, compose
+from conftest import ROOT, compose, tiny
 
 import arms
 import fig_gradient_heatmap
@@ -21,6 +21,7 @@ import figure
 import findings
 import report
 from arms import DEPTH, PLACEMENT, WARMUP, Missing
+from normlab.residual import PLACEMENTS
 from normlab.results import Results
 from normlab.train import train
 
@@ -319,3 +320,19 @@ def test_theorem_1_in_its_own_setting(tmp_path):
     fits = {f.placement: f for f in fig_xiong_depth.slopes(fig_xiong_depth.last_ffn(theory))}
     assert fits["pre"].slope == pytest.approx(-0.5, abs=0.1)
     assert fits["post"].slope == pytest.approx(0.0, abs=0.1)
+
+
+def test_every_architecture_and_placement_has_figures(tmp_path):
+    """Of an encoder-decoder the decoder's layers; a colour of its own for every placement."""
+    assert len({figure.colour(p) for p in PLACEMENTS}) == len(PLACEMENTS)
+    for arch in ("encoder", "encoder_decoder"):
+        for placement in ("parallel", "resi_dual"):
+            settings = [f"model.arch={arch}", "model.encoder_depth=3"][: 1 + (arch == "encoder_decoder")]
+            train(tiny(tmp_path, *settings, f"model.placement={placement}", "study=mixed", "optim.warmup_steps=2"))
+    data = arms.load([tmp_path / "mixed"])
+    assert not data.layers.duplicated(["run_id", "step", "layer", "site", "tensor", "stat"]).any()
+    assert len([told for told in data.runs.attrs["skipped"] if "decoder's layers" in told]) == 2
+    page = report.write(data, "mixed", tmp_path / "figures")
+    assert "parallel" in page
+    assert "resi_dual" in page
+    assert "could not be drawn" not in page

@@ -117,7 +117,9 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     small = ["model.depth=1", "model.width=8", "model.heads=1", "model.context=8", "steps=2", f"runs_dir={tmp_path}"]
     text = [f"data.path={tmp_path}", "data.glob=*.txt", "optim=sgd", "optim.schedule=cosine"]
     once = compose(*small, "data=markov", "log=offline")
+    wide = ["model.head_width=8", "model.position=rotary", "model.ffn=moe", "model.init=completep", "log=disabled"]
     cfgs = [once, once, compose(*small, *text, "log=disabled", "study=other")]
+    cfgs += [compose(*small, "data=markov", *wide, "model.arch=encoder_decoder", "model.position=rotary")]
     monkeypatch.setattr(config.Section, "__getattribute__", recording)
     for cfg in cfgs:
         cli.report(cfg, train(cfg))
@@ -145,7 +147,7 @@ def test_every_placement_composes():
     [
         (["data=text", "data.vocab=16"], r"data\.vocab: the chosen data has no such key"),
         (["data.name=foo"], r"data\.name='foo': accepted: 'text', 'markov'"),
-        (["model.norm=none", "model.qk_norm=true"], r"model\.qk_norm=true needs a norm"),
+        (["model.norm=none", "model.qk_norm=true"], r"model\.qk_norm=head needs a norm"),
         (["model.ffn_ratio=0.001"], r"model\.ffn_ratio=0\.001 leaves no FFN unit"),
         (["data.path="], r"data\.path='': empty"),
         (["data.glob="], r"data\.glob='': .*at least 1 character, or null"),

@@ -10,6 +10,7 @@ from conftest import compose
 
 from normlab import data
 from normlab.explain import ConfigError
+from normlab.task import NextToken
 
 
 def markov(*overrides: str) -> data.Markov:
@@ -70,12 +71,13 @@ def test_entropies_fall_with_the_known_history():
 
 def test_reference_loss_tends_to_the_entropies():
     source = markov()
-    batch = source.batch(1, 0, 3000, 64)
-    assert source.reference_loss(batch, 0) == pytest.approx(source.h1, abs=5e-3)
-    assert source.reference_loss(batch, 1) == pytest.approx(source.h2, abs=5e-3)
+    task = NextToken(source, 3000, 64)
+    batch = task.batch(1, 0)
+    assert task.reference_loss(batch, 0) == pytest.approx(source.h1, abs=5e-3)
+    assert task.reference_loss(batch, 1) == pytest.approx(source.h2, abs=5e-3)
     # the first target knows one token only, so the floor of a window lies a little above the rate
     floor = (source.h2 + 63 * source.entropy_rate) / 64
-    assert source.reference_loss(batch, 64) == pytest.approx(floor, abs=5e-3)
+    assert task.reference_loss(batch, 64) == pytest.approx(floor, abs=5e-3)
 
 
 def test_order_zero_is_independent_tokens():
@@ -130,7 +132,8 @@ def test_default_text_is_this_python_s_library():
 def test_held_out_windows_cover_the_held_out_part():
     source = data.load(compose().data)
     assert isinstance(source, data.Text)
-    losses = [source.reference_loss(b, 0) for b in source.held_out(8, 8, 64)]
+    task = NextToken(source, 8, 64)
+    losses = [task.reference_loss(b, 0) for b in task.held_out(8)]
     assert np.mean(losses) == pytest.approx(source.h1, abs=0.15)
 
 
@@ -146,7 +149,7 @@ def test_too_short_a_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="1024"):
         data.load(compose(f"data.path={tmp_path / 't'}").data)
     (tmp_path / "long").write_bytes(b"x" * 20000)
-    with pytest.raises(ConfigError, match=r"model\.context=4096"):
+    with pytest.raises(ConfigError, match=r"model\.context: a sequence takes 4096 bytes"):
         data.load(compose(f"data.path={tmp_path / 'long'}").data).require(4096)
 
 

@@ -7,6 +7,7 @@ import torch
 from conftest import compose, tiny
 
 from normlab import optim
+from normlab.model import Decoder
 from normlab.results import load
 from normlab.train import train
 
@@ -40,9 +41,8 @@ def test_inverse_square_root_is_vaswani_s_equation_3():
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_optimizer_is_torch_s_with_decay_on_matrices_only(name):
-    cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.weight_decay=0.1", "optim.momentum=0.5").optim
-    model = torch.nn.Linear(3, 2)
-    made = optim.make(model, cfg)
+    cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.weight_decay=0.1", "optim.momentum=0.5")
+    made = optim.make(torch.nn.Linear(3, 2), cfg.optim, cfg.model)
     reference = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
@@ -65,3 +65,28 @@ def test_the_logged_rate_is_the_one_that_the_update_used(tmp_path):
     steps = load(tmp_path).steps
     assert steps.lr.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
     assert (steps.update_norm / steps.grad_norm).tolist() == pytest.approx(steps.lr.tolist(), rel=1e-3)
+
+
+def test_completep_scales_rates_decay_and_eps():
+    """Width 4 times and depth 2 times the base: rate / 4 and decay * 4 on the blocks' matrices, eps / 8."""
+    cfg = compose(
+        "model.init=completep", "model.width=256", "model.depth=12", "optim.weight_decay=0.1", "model.tie=false"
+    )
+    model = Decoder(cfg.model, vocab=7)
+    hidden, outer, vectors = optim.make(model, cfg.optim, cfg.model).param_groups
+    assert {id(p) for p in hidden["params"]} == {
+        id(p) for name, p in model.named_parameters() if ".blocks." in name and p.ndim == 2
+    }
+    assert [g["lr_scale"] for g in (hidden, outer, vectors)] == [0.25, 1.0, 1.0]
+    assert [g["weight_decay"] for g in (hidden, outer, vectors)] == [0.4, 0.1, 0.0]
+    assert hidden["eps"] == pytest.approx(1e-8 / 8)
+
+
+def test_the_scale_of_a_group_reaches_its_update(tmp_path):
+    """SGD at 4 times the base width: blocks' matrices move by a quarter of rate * gradient, everything else by it."""
+    train(tiny(tmp_path, "optim=sgd", "optim.lr=0.5", "model.init=completep", "model.base_width=4", "steps=1"))
+    _, steps, layers = load(tmp_path)
+    rows = layers[(layers.stat == "weight_grad_norm") & (layers.step == 0)]
+    slow = rows.layer.notna() & rows.tensor.isin(["q", "k", "v", "out", "in"])
+    moved = 0.5 * math.sqrt(((rows.value * slow.map({True: 0.25, False: 1.0})) ** 2).sum())
+    assert steps.update_norm[0] == pytest.approx(moved, rel=1e-4)

@@ -7,9 +7,10 @@ import torch
 from conftest import compose, tiny
 
 from normlab.init import initialise
-from normlab.model import Decoder, tensors
+from normlab.model import Decoder
 from normlab.probe import GradientMeter, profile
 from normlab.results import load
+from normlab.tensors import tensors
 from normlab.train import train
 
 
@@ -33,7 +34,7 @@ def test_gradient_norms_against_a_plain_loop():
     for name, parameter in by_name.items():
         grad = parameter.grad.double()
         if "w_qkv" in name:
-            layer, kind = name.split(".")[1], "_bias" if name.endswith("bias") else ""
+            layer, kind = name.split(".")[2], "_bias" if name.endswith("bias") else ""
             for i, part in enumerate("qkv"):
                 expected[f"decoder.{layer}.attn.{part}{kind}"] = math.sqrt(
                     sum(g * g for g in grad[16 * i : 16 * i + 16].flatten().tolist())
@@ -52,8 +53,8 @@ def test_norms_neither_overflow_nor_vanish(scale):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, scale)
     meter = GradientMeter(model)
-    for (_, parameter, rows), norm in zip(tensors(model), meter.gradients().tolist(), strict=True):
-        assert norm == pytest.approx(scale * math.sqrt(parameter[rows].numel()), rel=1e-6)
+    for entry, norm in zip(tensors(model), meter.gradients().tolist(), strict=True):
+        assert norm == pytest.approx(scale * math.sqrt(entry.value.numel()), rel=1e-6)
 
 
 def test_update_norm_is_the_true_change_of_the_weights():
@@ -61,8 +62,8 @@ def test_update_norm_is_the_true_change_of_the_weights():
     meter = GradientMeter(model)
     meter.before_update()
     with torch.no_grad():
-        model.blocks[1].ffn.w_in.weight[0, 0] += 3.0
-        model.final_norm.bias[2] -= 4.0
+        model.decoder.blocks[1].ffn.w_in.weight[0, 0] += 3.0
+        model.decoder.final_norm.bias[2] -= 4.0
     assert meter.update().item() == pytest.approx(5.0, rel=1e-6)
 
 
@@ -71,20 +72,20 @@ def test_profile_against_a_plain_loop(placement):
     model, drawn = made(f"model.placement={placement}"), batches(3)
     table = profile(model, model.loss, drawn).set_index(["layer", "site", "tensor", "stat"]).value
 
-    weight, grads = model.blocks[2].ffn.w_out.weight, []
+    weight, grads = model.decoder.blocks[2].ffn.w_out.weight, []
     squares, branch = [], []
     for inputs, targets in drawn:
         model.zero_grad()
         model.loss(inputs, targets).backward()
         grads.append(weight.grad.clone())
         with torch.no_grad():
-            x = model.embed(inputs)
-            for layer in model.blocks[:2]:
+            x = model.decoder.embed(inputs)
+            for layer in model.decoder.blocks[:2]:
                 x = layer(x)
-            x = model.blocks[2].attn_residual(x, model.blocks[2].attn)
-            entering = model.blocks[2].ffn_residual.norm(x) if placement == "pre" else x
-            branch.append(model.blocks[2].ffn(entering).square().mean().item())
-            squares.append(model.blocks[2].ffn_residual(x, model.blocks[2].ffn).square().mean().item())
+            x = model.decoder.blocks[2].attn_residual(x, model.decoder.blocks[2].attn)
+            entering = model.decoder.blocks[2].ffn_residual.norm(x) if placement == "pre" else x
+            branch.append(model.decoder.blocks[2].ffn(entering).square().mean().item())
+            squares.append(model.decoder.blocks[2].ffn_residual(x, model.decoder.blocks[2].ffn).square().mean().item())
 
     def value(tensor: str | None, stat: str) -> float:
         return table.loc[(2, "ffn", tensor, stat)]
@@ -112,7 +113,7 @@ def test_stream_gradient_against_finite_differences():
                 return output
             return output + amount * found["grad"] / found["grad"].norm()
 
-        handle = model.blocks[1].register_forward_hook(hook)
+        handle = model.decoder.blocks[1].register_forward_hook(hook)
         loss = model.loss(*drawn)
         if "grad" not in found:
             loss.backward()

@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny
 
 from normlab import probe, results, store
-from normlab.model import TensorId
+from normlab.tensors import TensorId
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_ffn_increment_against_sampling(activation, ratio):
     ).model
     model = Decoder(cfg, vocab=3)
     initialise(model, cfg, seed=0)
-    ffn = model.blocks[0].ffn
+    ffn = model.decoder.blocks[0].ffn
     assert isinstance(ffn, FFN)
     with torch.no_grad():
         sampled = ffn(torch.randn(2000, 256)).square().mean().item()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, compose, tiny
 
-from normlab import data, probe, store
+from normlab import probe, store, task
 from normlab.results import load
 from normlab.train import _Fit, train
 
@@ -129,9 +129,10 @@ def test_divergence_names_its_step_rate_and_layer(tmp_path, monkeypatch):
 def test_a_run_that_learned_less_than_a_tenth_is_stalled(tmp_path):
     cfg = tiny(tmp_path, "optim.lr=1e-4", "data.order=2")
     record = train(cfg)
-    held_out = data.load(cfg.data).held_out(2, 4, 16)
+    learned = task.make(cfg)
+    held_out = learned.held_out(2)
     for key, known in (("h1", 0), ("h2", 1)):
-        expected = sum(data.load(cfg.data).reference_loss(b, known) for b in held_out) / 2
+        expected = sum(learned.reference_loss(b, known) for b in held_out) / 2
         assert record[key] == pytest.approx(expected)
     assert record["verdict"] == "stalled"
     assert record["final_val_loss"] < record["init_val_loss"]
@@ -151,7 +152,7 @@ def test_a_lasting_spike_is_seen_in_the_loss_and_judged(tmp_path, monkeypatch):
         calls.append(1)
         if len(calls) == 60:
             with torch.no_grad():
-                fit.model.head.weight.mul_(3)
+                fit.model.head.out.weight.mul_(3)
 
     monkeypatch.setattr(_Fit, "update", broken)
     settings = ["steps=120", "optim.lr=1e-2", "data.batch_size=64", "model.tie=false"]

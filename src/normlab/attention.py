@@ -1,79 +1,103 @@
-"""Multi-head causal self-attention.
+"""Multi-head attention: self or cross, causal or not, grouped queries.
 
-Shapes: B batch, T tokens, D width, H heads, K = D / H head width.
+Shapes: B batch, T queries, S keys, D width, H heads, G key/value heads (H a multiple of G), K head width.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from normlab.config import ModelConfig
+from normlab.norm import NORMS
+from normlab.position import Rotary
+
 
 class Attention(nn.Module):
-    """W_out concat_h softmax(q_h k_h^T / sqrt(K)) v_h, with q, k, v from one fused projection. (B, T, D) -> same.
+    """W_out concat_h softmax(s q_h k_h^T + bias) v_h, s = 1/sqrt(K); head h reads key/value head h // (H / G).
 
-    qk_norm: q and k are normalised per head before the product (Dehghani et al. 2023, arXiv 2302.05442).
-    rotary: q and k are rotated by position (Su et al. 2021, arXiv 2104.09864).
+    Self: q, k, v from one fused projection of x. Cross: q of x, k and v of the memory. (B, T, D) -> (B, T, D).
+    qk_norm: q and k are normalised, per head (Dehghani et al. 2023, arXiv 2302.05442) or over all heads jointly
+    (OLMo 2), before positions rotate them. softcap c: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
+    inner, what a placement adds: norms on q, k and v per head (qkv), a norm (attn_out) or a scale per head (head_scale)
+    on the heads before W_out.
     """
-
-    # Rows of the fused weight that are one logical tensor each: own init, own gradient norm.
-    parts = ("q", "k", "v")
 
     def __init__(
         self,
-        width: int,
-        heads: int,
-        bias: bool,
-        rotary: "Rotary | None" = None,
-        make_norm: Callable[[int], nn.Module] | None = None,
+        cfg: ModelConfig,
+        *,
+        causal: bool,
+        cross: bool = False,
+        rotary: Rotary | None = None,
+        inner: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.heads = heads
-        self.w_qkv = nn.Linear(width, 3 * width, bias)
-        self.w_out = nn.Linear(width, width, bias)
-        self.q_norm = make_norm(width // heads) if make_norm else None
-        self.k_norm = make_norm(width // heads) if make_norm else None
-        self.rotary = rotary
+        H, G, K = cfg.heads, cfg.key_heads, cfg.head_size
+        self.causal, self.rotary, self.head_size = causal, rotary, K
+        self.softcap, self.score_scale, self.scale = cfg.attn_softcap, cfg.score_scale, cfg.branch_scale
+        self.attn_dropout, self.groups = cfg.dropout, H // G
+        # Rows of a fused weight that are one logical tensor each: own init, own gradient norm.
+        sizes = {"q": H * K, "k": G * K, "v": G * K}
+        if cross:
+            self.w_q = nn.Linear(cfg.width, H * K, cfg.qkv_bias)
+            self.w_kv = nn.Linear(cfg.width, 2 * G * K, cfg.qkv_bias)
+            self.fused = {"w_kv": {part: sizes[part] for part in ("k", "v")}}
+        else:
+            self.w_qkv = nn.Linear(cfg.width, (H + 2 * G) * K, cfg.qkv_bias)
+            self.fused = {"w_qkv": sizes}
+        self.w_out = nn.Linear(H * K, cfg.width, cfg.out_bias)
+        self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        B, T, D = x_BTD.shape
-        qkv_BTHK = (t.view(B, T, self.heads, -1) for t in self.w_qkv(x_BTD).split(D, dim=-1))
-        q_BHTK, k_BHTK, v_BHTK = (t.transpose(1, 2) for t in qkv_BTHK)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BHTK, k_BHTK = self.q_norm(q_BHTK).type_as(v_BHTK), self.k_norm(k_BHTK).type_as(v_BHTK)
+        def make_norm(width: int, wanted: bool) -> nn.Module | None:
+            return NORMS[cfg.norm].make(width, cfg.eps) if wanted else None
+
+        self.joint = cfg.qk_norm == "joint"
+        q_width, k_width = (H * K, G * K) if self.joint else (K, K)
+        self.q_norm = make_norm(q_width, bool(cfg.qk_norm) or "qkv" in inner)
+        self.k_norm = make_norm(k_width, bool(cfg.qk_norm) or "qkv" in inner)
+        self.v_norm = make_norm(K, "qkv" in inner)
+        self.out_norm = make_norm(H * K, "attn_out" in inner and not cross)
+        self.head_scale = nn.Parameter(torch.ones(H)) if "head_scale" in inner else None
+
+    def forward(self, x_BTD: Tensor, memory_BSD: Tensor | None = None, bias_BHTS: Tensor | None = None) -> Tensor:
+        if memory_BSD is None:
+            q, k, v = self.w_qkv(x_BTD).split(list(self.fused["w_qkv"].values()), dim=-1)
+        else:
+            q = self.w_q(x_BTD)
+            k, v = self.w_kv(memory_BSD).split(list(self.fused["w_kv"].values()), dim=-1)
+        if self.joint and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHK, k_BSGK, v_BSGK = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))
+        if not self.joint and self.q_norm is not None and self.k_norm is not None:
+            q_BTHK, k_BSGK = self.q_norm(q_BTHK), self.k_norm(k_BSGK)
+        if self.v_norm is not None:
+            v_BSGK = self.v_norm(v_BSGK)
+        q_BHTK, k_BGSK, v_BGSK = (t.transpose(1, 2) for t in (q_BTHK, k_BSGK, v_BSGK))
         if self.rotary is not None:
-            q_BHTK, k_BHTK = self.rotary(q_BHTK), self.rotary(k_BHTK)
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        return self.w_out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+            q_BHTK, k_BGSK = self.rotary(q_BHTK), self.rotary(k_BGSK)
+        y_BHTK = self._mix(q_BHTK, k_BGSK, v_BGSK, bias_BHTS)
+        if self.head_scale is not None:
+            y_BHTK = y_BHTK * self.head_scale[:, None, None].type_as(y_BHTK)
+        y_BTD = y_BHTK.transpose(1, 2).flatten(2)
+        if self.out_norm is not None:
+            y_BTD = self.out_norm(y_BTD)
+        return self.dropout(self.scale * self.w_out(y_BTD))
 
-
-class Rotary(nn.Module):
-    """Rotates the pair (x_i, x_{i+K/2}) of position t by the angle t * 10000^(-2i/K). (B, H, T, K) -> same."""
-
-    cos_TK: Tensor
-    sin_TK: Tensor
-
-    def __init__(self, head_width: int, context: int) -> None:
-        super().__init__()
-        angle = _angles(context, head_width).repeat(1, 2)
-        self.register_buffer("cos_TK", angle.cos().float(), persistent=False)
-        self.register_buffer("sin_TK", angle.sin().float(), persistent=False)
-
-    def forward(self, x_BHTK: Tensor) -> Tensor:
-        T = x_BHTK.shape[-2]
-        a, b = x_BHTK.chunk(2, dim=-1)
-        rotated = torch.cat((-b, a), dim=-1)
-        return (x_BHTK * self.cos_TK[:T] + rotated * self.sin_TK[:T]).type_as(x_BHTK)
-
-
-def sinusoid(context: int, width: int) -> Tensor:
-    """PE[t, 2i] = sin(t / 10000^(2i/D)), PE[t, 2i+1] = cos(same) (Vaswani et al. 2017, section 3.5). (T, D)."""
-    angle = _angles(context, width)
-    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)[:, :width].float()
-
-
-def _angles(context: int, width: int) -> Tensor:
-    """t * 10000^(-2i/width) in float64, (T, ceil(width / 2))."""
-    frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    return torch.arange(context, dtype=torch.float64)[:, None] * frequency
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """Scores, softmax, weighted mean of the values. A bias of a causal stack masks the future itself."""
+        rate = self.attn_dropout if self.training else 0.0
+        if self.softcap is None:
+            causal = self.causal and bias is None
+            mask = None if bias is None else bias.type_as(q)
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, rate, is_causal=causal, scale=self.score_scale, enable_gqa=self.groups > 1
+            )
+        k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
+        scores = self.softcap * torch.tanh(self.score_scale * (q @ k.transpose(-2, -1)) / self.softcap)
+        if bias is not None:
+            scores = scores + bias
+        elif self.causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(future, -torch.inf)
+        weights = F.dropout(scores.float().softmax(-1) if scores.dtype != torch.float64 else scores.softmax(-1), rate)
+        return weights.type_as(v) @ v

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from normlab import data
+from normlab import task
 from normlab.config import Config, load
 from normlab.explain import ConfigError, known_keys, suggest
 
@@ -96,7 +96,7 @@ def check(root: Path, arguments: list[str]) -> None:
     with _conf(root):
         cfgs = [load(_compose(overrides, name)) for overrides in _jobs(args.overrides, args.multirun, name)]
     for cfg in cfgs:
-        data.load(cfg.data).require(cfg.model.context)
+        task.make(cfg)
     for folder in {cfg.runs_dir for cfg in cfgs}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Token sources. A batch is a pure function of (seed, step): a resumed run needs no state.
 
 H1 is the unigram entropy and H2 the bigram conditional entropy H(x_t | x_{t-1}), in nats: the two reference lines
-between which a run is judged (a stuck model sits at H1). `reference_loss` gives the same two numbers, and the source's
-own floor, for the very tokens that a run is evaluated on, which takes the sampling noise of those tokens out.
+between which a run is judged (a stuck model sits at H1). `surprisal` gives the same two numbers, and the source's own
+floor, for the very tokens that a run is evaluated on, which takes the sampling noise of those tokens out.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from torch import Tensor
 from normlab.config import MarkovConfig, TextConfig
 from normlab.explain import ConfigError
 
-TRAIN, HELD_OUT = 0, 1  # streams of the batch generator
+TRAIN, HELD_OUT, MASKS = range(3)  # streams of the batch generator
+HELD_OUT_SEED = 2**63  # no run's seed
 Batch = tuple[Tensor, Tensor]  # inputs and next-token targets, int64 (B, T) each
 
 
@@ -42,22 +43,21 @@ class Source(ABC):
     def h2(self) -> float:
         return self.entropies[min(1, len(self.entropies) - 1)]
 
-    def reference_loss(self, batch: Batch, known: int) -> float:
-        """Mean loss on these tokens of the best predictor that sees at most the last `known` of them."""
-        inputs, targets = (t.cpu().numpy() for t in batch)
+    def surprisal(self, text: np.ndarray, known: int) -> np.ndarray:
+        """-log p of each token of text (B, T) given at most the `known` tokens before it, (B, T), nats."""
         known = min(known, len(self.log_p) - 1)
-        total = 0.0
-        for t in range(inputs.shape[1]):
-            j = min(known, t + 1)
-            state = np.zeros(len(inputs), dtype=np.int64)
-            for i in range(t + 1 - j, t + 1):
-                state = state * self.vocab + inputs[:, i]
-            total -= self.log_p[j][state, targets[:, t]].sum()
-        return float(total / targets.size)
+        found = np.empty(text.shape)
+        for t in range(text.shape[1]):
+            j = min(known, t)
+            state = np.zeros(len(text), dtype=np.int64)
+            for i in range(t - j, t):
+                state = state * self.vocab + text[:, i]
+            found[:, t] = -self.log_p[j][state, text[:, t]]
+        return found
 
     @abstractmethod
-    def require(self, context: int) -> None:
-        """Raise ConfigError if a window of `context` tokens and its target does not fit."""
+    def require(self, window: int) -> None:
+        """Raise ConfigError if a window of tokens and the target after it does not fit."""
 
     @abstractmethod
     def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
@@ -76,14 +76,15 @@ class Text(Source):
     train: Tensor = field(repr=False)  # uint8, one dimension
     val: Tensor = field(repr=False)
 
-    def require(self, context: int) -> None:
+    def require(self, window: int) -> None:
         shorter = min(len(self.train), len(self.val))
-        if shorter <= context:
-            raise ConfigError(f"model.context={context}: the text's shorter part has {shorter} bytes; accepted: fewer")
+        if shorter <= window:
+            told = f"model.context: a sequence takes {window} bytes, the text's shorter part has {shorter}"
+            raise ConfigError(f"{told}; accepted: fewer")
 
     def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
         """Windows that start anywhere, drawn uniformly with replacement."""
-        starts = _words(seed, TRAIN, step, size) % np.uint64(len(self.train) - context)
+        starts = words(seed, TRAIN, step, size) % np.uint64(len(self.train) - context)
         return _windows(self.train, starts.astype(np.int64), context)
 
     def held_out(self, count: int, size: int, context: int) -> list[Batch]:
@@ -101,14 +102,14 @@ class Markov(Source):
     stationary: np.ndarray = field(repr=False)  # (V^k,)
     transition: np.ndarray = field(repr=False)  # (V^k, V)
 
-    def require(self, context: int) -> None:
+    def require(self, window: int) -> None:
         """A chain has windows of any length."""
 
     def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
-        return self._sample(_words(seed, TRAIN, step, size * (context + 2)), size, context)
+        return self._sample(words(seed, TRAIN, step, size * (context + 2)), size, context)
 
     def held_out(self, count: int, size: int, context: int) -> list[Batch]:
-        return [self._sample(_words(0, HELD_OUT, i, size * (context + 2)), size, context) for i in range(count)]
+        return [self._sample(words(0, HELD_OUT, i, size * (context + 2)), size, context) for i in range(count)]
 
     def _sample(self, words: np.ndarray, size: int, context: int) -> Batch:
         """Sequences of context + 1 symbols that start in the stationary distribution."""
@@ -247,6 +248,6 @@ def _windows(tokens: Tensor, starts: np.ndarray, context: int) -> Batch:
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def _words(seed: int, stream: int, step: int, count: int) -> np.ndarray:
+def words(seed: int, stream: int, step: int, count: int) -> np.ndarray:
     """`count` random 64-bit words of the counter-based Philox generator; its raw stream is fixed across versions."""
     return np.random.Philox(key=[seed, stream], counter=[0, 0, 0, step]).random_raw(count)

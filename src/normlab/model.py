@@ -1,46 +1,83 @@
-"""The decoder-only Transformer over one shared block.
+"""Decoder-only, encoder-only and encoder-decoder Transformers over one shared block.
 
-Shapes: B batch, T tokens, D width, V vocabulary.
+Shapes: B batch, T tokens (S of them in the encoder), D width, V vocabulary.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.attention import Attention, Rotary, sinusoid
+from normlab.attention import Attention
 from normlab.config import ModelConfig
-from normlab.ffn import FFN
+from normlab.ffn import ACTIVATIONS, FFN, MoE
 from normlab.norm import NORMS
-from normlab.residual import PLACEMENTS
+from normlab.position import RelativeBias, Rotary, sinusoid
+from normlab.residual import PLACEMENTS, Residual
+
+IGNORED = -100  # a target that the loss leaves out
 
 
-def _make_norm(cfg: ModelConfig, width: int) -> nn.Module:
-    return NORMS[cfg.norm](width, cfg.norm_eps, cfg.bias)
+def make_norm(cfg: ModelConfig, width: int | None = None) -> nn.Module:
+    return NORMS[cfg.norm].make(width or cfg.width, cfg.eps)
+
+
+def _make_ffn(cfg: ModelConfig, inner_norm: nn.Module | None) -> FFN | MoE:
+    inside: dict[str, Any] = {"inner_norm": inner_norm, "dropout": cfg.dropout, "scale": cfg.branch_scale}
+    if cfg.ffn == "moe":
+        return MoE(cfg.width, cfg.hidden, cfg.activation, cfg.experts, cfg.experts_per_token, **inside)
+    return FFN(cfg.width, cfg.hidden, cfg.activation, cfg.ffn_bias, **inside)
 
 
 class Block(nn.Module):
-    """Attention, then FFN; the placement says how each joins the stream. (B, T, D) -> (B, T, D)."""
+    """Attention, in a decoder with an encoder cross-attention, FFN; the placement says how each joins the stream."""
 
-    def __init__(self, cfg: ModelConfig, rotary: Rotary | None) -> None:
+    attn_residual: Residual
+    cross_residual: Residual
+    ffn_residual: Residual
+
+    def __init__(self, cfg: ModelConfig, stack: str, layer: int, rotary: Rotary | None = None) -> None:
         super().__init__()
-        make_norm = partial(_make_norm, cfg)
-        residual = partial(PLACEMENTS[cfg.placement].residual, partial(make_norm, cfg.width), cfg.depth)
-        self.attn = Attention(cfg.width, cfg.heads, cfg.bias, rotary, make_norm if cfg.qk_norm else None)
-        self.ffn = FFN(cfg.width, cfg.ffn_ratio, cfg.activation, cfg.bias)
-        self.attn_residual = residual()
-        self.ffn_residual = residual()
+        placement = PLACEMENTS[cfg.placement]
+        causal = stack == "decoder"
+        self.joint = placement.joint
+        self.attn = Attention(cfg, causal=causal, rotary=rotary, inner=placement.inner)
+        self.cross: Attention | None = None
+        self.ffn: FFN | MoE | None = None
+        if "cross" in cfg.sites(stack):
+            self.cross = Attention(cfg, causal=False, cross=True, inner=placement.inner)
+        if cfg.ffn != "none":
+            self.ffn = _make_ffn(cfg, make_norm(cfg, cfg.hidden) if "ffn_out" in placement.inner else None)
+        first: Residual | None = None
+        for site in cfg.residual_sites(stack):
+            where = cfg.where(stack, layer, site, first)
+            residual = placement.build(site)(partial(make_norm, cfg), where)
+            if placement.zero_norms:
+                for name in residual.norms:
+                    nn.init.constant_(residual.get_parameter(f"{name}.weight"), NORMS[cfg.norm].zero or 0.0)
+            self.add_module(f"{site}_residual", residual)
+            first = first or residual
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attn_residual(x, self.attn)
-        return self.ffn_residual(x, self.ffn)
+    def forward(self, x: Any, memory: Tensor | None = None, bias: Tensor | None = None) -> Any:
+        if self.joint:
+            return self.ffn_residual(x, lambda z: self._sum(z, memory, bias))
+        x = self.attn_residual(x, lambda z: self.attn(z, None, bias))
+        if self.cross is not None:
+            x = self.cross_residual(x, partial(self.cross, memory_BSD=memory))
+        return x if self.ffn is None else self.ffn_residual(x, self.ffn)
+
+    def _sum(self, z: Tensor, memory: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = self.attn(z, None, bias)
+        if self.cross is not None:
+            y = y + self.cross(z, memory)
+        return y if self.ffn is None else y + self.ffn(z)
 
 
 class Embedding(nn.Module):
-    """Token plus position embedding. (B, T) -> (B, T, D)."""
+    """Token, position and segment embedding, normalised if asked. (B, T) -> (B, T, D)."""
 
     fixed_TD: Tensor | None
 
@@ -51,78 +88,180 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(cfg.context, cfg.width) if cfg.position == "learned" else None
         fixed_TD = sinusoid(cfg.context, cfg.width) if cfg.position == "sinusoidal" else None
         self.register_buffer("fixed_TD", fixed_TD, persistent=False)
+        self.segment = nn.Embedding(cfg.segments, cfg.width) if cfg.segments else None
+        self.norm = make_norm(cfg) if cfg.embed_norm else None
+        self.dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         T = tokens_BT.shape[1]
         x_BTD = self.token(tokens_BT) * self.scale
         if self.position is not None:
             x_BTD = x_BTD + self.position.weight[:T]
         if self.fixed_TD is not None:
             x_BTD = x_BTD + self.fixed_TD[:T]
-        return x_BTD
+        if self.segment is not None:
+            x_BTD = x_BTD + (self.segment.weight[0] if segments_BT is None else self.segment(segments_BT))
+        if self.norm is not None:
+            x_BTD = self.norm(x_BTD)
+        return self.dropout(x_BTD)
 
 
-class Decoder(nn.Module):
-    """Decoder-only language model. tokens (B, T) -> logits (B, T, V)."""
+class Stack(nn.Module):
+    """Embedding, blocks, final norm: tokens (B, T) -> (B, T, D). name: encoder (sees both sides), decoder (causal)."""
+
+    def __init__(self, cfg: ModelConfig, name: str, vocab: int) -> None:
+        super().__init__()
+        placement = PLACEMENTS[cfg.placement]
+        rotary = None
+        if cfg.position == "rotary":
+            rotary = Rotary(cfg.rotated, cfg.context, cfg.rotary_base)
+        self.embed = Embedding(cfg, vocab)
+        self.relative = None
+        if cfg.position == "relative":
+            self.relative = RelativeBias(cfg.heads, cfg.context, causal=name == "decoder")
+        self.enter = placement.enter
+        self.blocks = nn.ModuleList(Block(cfg, name, i, rotary) for i in range(cfg.blocks(name)))
+        own = placement.final(partial(make_norm, cfg))
+        self.final_norm = own if cfg.final_norm is None else make_norm(cfg) if cfg.final_norm else nn.Identity()
+
+    def forward(self, tokens_BT: Tensor, memory: Tensor | None = None, segments_BT: Tensor | None = None) -> Tensor:
+        x = self.enter(self.embed(tokens_BT, segments_BT))
+        bias = None if self.relative is None else self.relative(tokens_BT.shape[1])
+        for block in self.blocks:
+            x = block(x, memory, bias)
+        return self.final_norm(x)
+
+
+class Head(nn.Module):
+    """W x (+ b), onto the vocabulary. (B, T, D) -> (B, T, V)."""
 
     def __init__(self, cfg: ModelConfig, vocab: int) -> None:
         super().__init__()
-        rotary = Rotary(cfg.width // cfg.heads, cfg.context) if cfg.position == "rotary" else None
-        self.embed = Embedding(cfg, vocab)
-        self.blocks = nn.ModuleList(Block(cfg, rotary) for _ in range(cfg.depth))
-        self.final_norm = _make_norm(cfg, cfg.width) if PLACEMENTS[cfg.placement].final_norm else nn.Identity()
-        self.head = nn.Linear(cfg.width, vocab, bias=False)
-        if cfg.tie:
-            self.head.weight = self.embed.token.weight
+        self.out = nn.Linear(cfg.width, vocab, cfg.head_bias)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(tokens_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return self.head(self.final_norm(x_BTD))
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.out(x_BTD)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats, in fp32 or better whatever the precision of the logits."""
-        logits_BTV = self(tokens_BT)
+
+class MaskedHead(nn.Module):
+    """W N(act(W_d x + b_d)) + b: BERT's masked-LM head (Devlin et al. 2018, arXiv 1810.04805). (B, T, V)."""
+
+    def __init__(self, cfg: ModelConfig, vocab: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(cfg.width, cfg.width)
+        self.act = ACTIVATIONS[cfg.activation].fn
+        self.norm = make_norm(cfg)
+        self.out = nn.Linear(cfg.width, vocab)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.out(self.norm(self.act(self.dense(x_BTD))))
+
+
+class Pooler(nn.Module):
+    """tanh(W x_0 + b) of the first token: BERT's sentence feature, which no language-model loss reads. -> (B, D)."""
+
+    def __init__(self, cfg: ModelConfig, vocab: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(cfg.width, cfg.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return torch.tanh(self.dense(x_BTD[:, 0]))
+
+
+HEADS: dict[str, type[nn.Module]] = {"lm": Head, "mlm": MaskedHead, "pooler": Pooler}
+
+
+class Model(nn.Module, ABC):
+    """Stacks and a head. inputs: tokens (B, T), or a tuple of them where the architecture reads two sequences."""
+
+    stack_names: tuple[str, ...]
+
+    def __init__(self, cfg: ModelConfig, vocab: int) -> None:
+        super().__init__()
+        for name in self.stack_names:
+            self.add_module(name, Stack(cfg, name, vocab))
+        self.head = HEADS[cfg.head](cfg, vocab)
+        self.logit_scale, self.softcap, self.balance_loss = cfg.logit_scale, cfg.logit_softcap, cfg.balance_loss
+        if cfg.tie:  # one matrix for every embedding and the head (Press & Wolf 2016; Vaswani et al. 2017, 3.4)
+            shared = self.stacks[self.stack_names[0]].embed.token.weight
+            for stack in self.stacks.values():
+                stack.embed.token.weight = shared
+            if isinstance(self.head, Head | MaskedHead):
+                self.head.out.weight = shared
+
+    @property
+    def stacks(self) -> dict[str, Stack]:
+        return {name: getattr(self, name) for name in self.stack_names}
+
+    @abstractmethod
+    def forward(self, inputs: Any) -> Tensor: ...
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Scaled and soft-capped: c tanh(logit / c) (Gemma 2)."""
+        logits_BTV = self.logit_scale * self.head(x_BTD)
+        return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
+
+    def loss(self, inputs: Any, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over the targets that are not IGNORED, in fp32 or better."""
+        logits_BTV = self(inputs)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
+
+    def objective(self, inputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(what training descends, its cross-entropy): they differ by the experts' load-balance loss."""
+        loss = self.loss(inputs, targets_BT)
+        balances = [m.balance for m in self.modules() if isinstance(m, MoE) and m.balance is not None]
+        if not balances:
+            return loss, loss
+        return loss + self.balance_loss * torch.stack(balances).mean(), loss
 
 
-@dataclass(frozen=True)
-class TensorId:
-    """The address of one weight tensor, the same in every arm that has it; layer is None outside the blocks."""
+@final
+class Decoder(Model):
+    """Causal language model: tokens (B, T) -> next-token logits (B, T, V)."""
 
-    stack: str
-    layer: int | None
-    site: str  # attn, ffn, embed, head, final_norm
-    tensor: str  # q, k, v, out, in, gate, norm, norm_out, token, position, ... + _bias
+    stack_names = ("decoder",)
+    decoder: Stack
 
-    def __str__(self) -> str:
-        layer = "" if self.layer is None else f".{self.layer}"
-        return f"{self.stack}{layer}.{self.site}.{self.tensor}"
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.logits(self.decoder(inputs))
 
 
-def tensors(model: Decoder) -> Iterator[tuple[TensorId, nn.Parameter, slice]]:
-    """Every logical weight tensor once: its address, its parameter and its rows there. Tied weights are 'embed'."""
-    for name, parameter in model.named_parameters():
-        *path, owner, leaf = name.split(".")
-        layer = int(path[1]) if path and path[0] == "blocks" else None
-        site = (path[2] if layer is not None else (path or [owner])[0]).removesuffix("_residual")
-        tensor = {"final_norm": "norm", "head": "out"}.get(owner, owner.removeprefix("w_"))
-        suffix = "_bias" if leaf == "bias" else ""
-        parts = Attention.parts if tensor == "qkv" else (tensor,)
-        rows = parameter.shape[0] // len(parts)
-        for i, part in enumerate(parts):
-            yield TensorId("decoder", layer, site, part + suffix), parameter, slice(i * rows, (i + 1) * rows)
+@final
+class Encoder(Model):
+    """Bidirectional: tokens (B, T), segments (B, T) of 0.. or None -> logits of every token (B, T, V)."""
+
+    stack_names = ("encoder",)
+    encoder: Stack
+
+    def forward(self, inputs: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        return self.logits(self.encoder(inputs, segments_BT=segments_BT))
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Trainable numbers, tied weights once."""
-    return sum(p.numel() for p in model.parameters())
+@final
+class EncoderDecoder(Model):
+    """(source (B, S), tokens (B, T)) -> next-token logits (B, T, V); every decoder block attends to the encoder."""
+
+    stack_names = ("encoder", "decoder")
+    encoder: Stack
+    decoder: Stack
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        source_BS, tokens_BT = inputs
+        return self.logits(self.decoder(tokens_BT, self.encoder(source_BS)))
 
 
-def compile_blocks(model: Decoder) -> None:
+ARCHITECTURES: dict[str, type[Model]] = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
+
+
+def build(cfg: ModelConfig, vocab: int) -> Model:
+    """The architecture that cfg names, with uninitialised weights; a vocabulary of cfg.vocab where that is set."""
+    return ARCHITECTURES[cfg.arch](cfg, cfg.vocab or vocab)
+
+
+def compile_blocks(model: Model) -> None:
     """torch.compile each block in place: names, state and hooks of the raw modules stay as they are."""
     torch._dynamo.reset()  # a multirun in one process must not inherit another job's caches
-    for block in model.blocks:
-        block.compile()
+    for stack in model.stacks.values():
+        for block in stack.blocks:
+            block.compile()

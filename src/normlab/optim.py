@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from normlab.config import OptimConfig, OptimizerName, ScheduleName
+from normlab.config import ModelConfig, OptimConfig, OptimizerName, ScheduleName
 
 # (fraction of the decay phase done in [0, 1), warm-up steps, 1-based step) -> multiple of the peak
 Decay = Callable[[float, int, int], float]
@@ -48,11 +48,20 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     return cfg.lr * (floor + (1 - floor) * shape)
 
 
-def make(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """The named optimizer; weight decay on matrices and embeddings only, not on biases and norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def make(model: nn.Module, cfg: OptimConfig, shape: ModelConfig) -> torch.optim.Optimizer:
+    """The named optimizer; weight decay on matrices and embeddings only, not on biases, norms and scales.
+
+    Each group's rate is the schedule's times its `lr_scale`. init=completep (Dey et al. 2025, arXiv 2505.01618, alpha
+    = 1): rate / m and decay * m on the blocks' matrices, eps / (m m_L), with m, m_L the multiples of the base.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [p for name, p in named if p.ndim >= 2 and ".blocks." in name]
+    outer = [p for name, p in named if p.ndim >= 2 and ".blocks." not in name]
+    m = shape.width_multiple
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2]},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": hidden, "lr_scale": 1 / m, "weight_decay": cfg.weight_decay * m},
+        {"params": outer, "lr_scale": 1.0},
+        {"params": [p for _, p in named if p.ndim < 2], "lr_scale": 1.0, "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[cfg.name](groups, cfg, parameters[0].device.type in {"cpu", "cuda"})
+    cfg = cfg.model_copy(update={"eps": cfg.eps / (m * shape.depth_multiple)})
+    return OPTIMIZERS[cfg.name]([g for g in groups if g["params"]], cfg, named[0][1].device.type in {"cpu", "cuda"})

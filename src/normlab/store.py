@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from normlab.config import Config
-from normlab.model import TensorId
+from normlab.tensors import TensorId
 
 PART_ROWS = 50_000  # rows of layer statistics held in memory before a Parquet part is written
 PACKAGES = ("torch", "hydra-core", "wandb", "numpy", "pandas")

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import data, optim, probe, spikes, store, verdict
+from normlab import optim, probe, spikes, store, task, verdict
 from normlab.config import Config
 from normlab.device import Clock, device_name, pick_device
-from normlab.init import initialise
+from normlab.init import calibrate, initialise
 from normlab.log import Log
-from normlab.model import Decoder, compile_blocks, count_parameters
+from normlab.model import build, compile_blocks
+from normlab.task import Batch, Task
+from normlab.tensors import count_parameters
 
 WANDB_NAMES = {
     "loss": "train/loss",
@@ -40,7 +42,8 @@ def train(cfg: Config) -> dict[str, Any]:
     recorded as `failed` with its traceback and raised again.
     """
     device = pick_device(cfg.device)
-    source = data.load(cfg.data)
+    learned = task.make(cfg)
+    source = learned.source
     run_id = store.run_id(cfg, source.sha256, device.type)
     path = Path(cfg.runs_dir) / cfg.study / run_id
     with store.alone(path) as mine:
@@ -49,11 +52,12 @@ def train(cfg: Config) -> dict[str, Any]:
             return {"run_id": run_id, **earlier, "status": "running"}
         if earlier.get("status") == "finished" and not cfg.force:
             return earlier | {"reused": True}
-        return _recorded(cfg, source, device, path)
+        return _recorded(cfg, learned, device, path)
 
 
-def _recorded(cfg: Config, source: data.Source, device: torch.device, path: Path) -> dict[str, Any]:
+def _recorded(cfg: Config, learned: Task, device: torch.device, path: Path) -> dict[str, Any]:
     """Train, with the record kept whatever happens."""
+    source = learned.source
     facts = {
         "run_id": path.name,
         "study": cfg.study,
@@ -69,7 +73,7 @@ def _recorded(cfg: Config, source: data.Source, device: torch.device, path: Path
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
-            result = _Fit(cfg, source, device, folder, log).run()
+            result = _Fit(cfg, learned, device, folder, log).run()
             folder.close()
             folder.update(status="finished", **result)
             log.summary(result)
@@ -89,21 +93,22 @@ def _recorded(cfg: Config, source: data.Source, device: torch.device, path: Path
 class _Fit:
     """The state of one training run and its loop."""
 
-    def __init__(
-        self, cfg: Config, source: data.Source, device: torch.device, folder: store.RunFolder, log: Log
-    ) -> None:
+    def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
         torch.manual_seed(cfg.seed)
-        self.cfg, self.source, self.device, self.folder, self.log = cfg, source, device, folder, log
-        self.model = Decoder(cfg.model, source.vocab)
+        self.cfg, self.task, self.device, self.folder, self.log = cfg, learned, device, folder, log
+        self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
         self.model.to(device)
+        calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
         if cfg.compile:
             compile_blocks(self.model)
-        self.optimizer = optim.make(self.model, cfg.optim)
+        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
         self.meter = probe.GradientMeter(self.model)
-        self.batch_shape = (cfg.data.batch_size, cfg.model.context)
-        self.held_out = [self.to_device(b) for b in source.held_out(cfg.eval.batches, *self.batch_shape)]
-        self.probe_batches = [self.to_device(b) for b in source.held_out(cfg.probe.batches, *self.batch_shape)]
+        self.held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
+        self.probe_batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
+        self.blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
+        prefix = {name: f"{name}_" if len(self.model.stacks) > 1 else "" for name in self.model.stacks}
+        self.block_names = [f"grad_norm/{prefix[name]}layer_{layer:03d}" for name, layer in self.blocks]
         self.clock = Clock()
         self.pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
         self.losses: list[float] = []
@@ -112,7 +117,7 @@ class _Fit:
         self.layer_norms: deque[np.ndarray] = deque(maxlen=cfg.spikes.window)
 
     def run(self) -> dict[str, Any]:
-        cfg, source = self.cfg, self.source
+        cfg = self.cfg
         warm = cfg.optim.warmup_steps
         init_val_loss = self.evaluate()
         for step in range(cfg.steps):
@@ -126,8 +131,8 @@ class _Fit:
             if step in {0, warm} or _due(step, cfg.probe.every):
                 self.profile(step)
 
-            loss = self.loss(*self.to_device(source.batch(cfg.seed, step, *self.batch_shape)))
-            loss.backward()
+            objective, loss = self.objective(*self.to_device(self.task.batch(cfg.seed, step)))
+            objective.backward()
             norms = self.meter.gradients()
             self.update(row["lr"], norms)
             self.pending.append((row, loss.detach(), norms, self.meter.update()))
@@ -145,33 +150,42 @@ class _Fit:
             total = torch.linalg.vector_norm(norms).float()
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.optim.clip, total)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.meter.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What the step descends, and its cross-entropy."""
         bf16 = self.cfg.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return self.model.loss(inputs, targets)
+            return self.model.objective(inputs, targets)
 
-    def to_device(self, batch: data.Batch) -> data.Batch:
-        if self.device.type == "cuda":  # pinned, so that the copy does not wait for the device
-            batch = (batch[0].pin_memory(), batch[1].pin_memory())
-        return batch[0].to(self.device, non_blocking=True), batch[1].to(self.device, non_blocking=True)
+    def to_device(self, batch: Batch) -> Batch:
+        def move(tokens: Any) -> Any:
+            if isinstance(tokens, tuple):
+                return tuple(map(move, tokens))
+            if self.device.type == "cuda":  # pinned, so that the copy does not wait for the device
+                tokens = tokens.pin_memory()
+            return tokens.to(self.device, non_blocking=True)
+
+        return move(batch[0]), move(batch[1])
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the held-out batches."""
         with self.measuring():
-            losses = [self.loss(*batch) for batch in self.held_out]
+            self.model.eval()
+            losses = [self.objective(*batch)[1] for batch in self.held_out]
+            self.model.train()
             return torch.stack(losses).mean().item()
 
     def profile(self, step: int) -> None:
         """Full per-layer profile of the weights before update `step`."""
         if self.cfg.probe.batches:
             with self.measuring():
-                self.folder.layers(step, probe.profile(self.model, self.loss, self.probe_batches))
+                table = probe.profile(self.model, lambda *batch: self.objective(*batch)[0], self.probe_batches)
+                self.folder.layers(step, table)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -203,7 +217,7 @@ class _Fit:
         by_layer = self.by_layer(norms_[:count])
         for row, layers in zip(written, by_layer, strict=True):
             named = {WANDB_NAMES[k]: v for k, v in row.items() if k in WANDB_NAMES}
-            each = {f"grad_norm/layer_{layer:03d}": norm for layer, norm in enumerate(layers.tolist())}
+            each = dict(zip(self.block_names, layers.tolist(), strict=True))
             self.log.row(row["step"], named | each)
         self.losses += loss_[:count]
         self.grad_norms += total[:count]
@@ -211,18 +225,19 @@ class _Fit:
         self.log.progress(count, loss=loss_[count - 1], lr=rows[count - 1]["lr"], grad=total[count - 1])
 
     def by_layer(self, norms: np.ndarray) -> np.ndarray:
-        """(steps, tensors) -> (steps, depth): L2 norm over the tensors of each block."""
-        layers = np.array([-1 if i.layer is None else i.layer for i in self.meter.ids])
-        per_layer = [np.linalg.norm(norms[:, layers == k], axis=1) for k in range(self.cfg.model.depth)]
-        return np.stack(per_layer, axis=1)
+        """(steps, tensors) -> (steps, blocks): L2 norm over the tensors of each block, in the order of self.blocks."""
+        owner = [(tensor.stack, tensor.layer) for tensor in self.meter.ids]
+        mine = [[i for i, block in enumerate(owner) if block == wanted] for wanted in self.blocks]
+        return np.stack([np.linalg.norm(norms[:, columns], axis=1) for columns in mine], axis=1)
 
     def result(self, init_val_loss: float, final_val_loss: float) -> dict[str, Any]:
         """The numbers of run.json. h1 and h2 are those of the evaluated tokens, as the verdict uses them."""
-        cfg, source = self.cfg, self.source
+        cfg = self.cfg
 
         def reference(known: int) -> float:
-            return float(np.mean([source.reference_loss(batch, known) for batch in self.held_out]))
+            return float(np.mean([self.task.reference_loss(batch, known) for batch in self.held_out]))
 
+        exact = self.task.source.entropy_rate is not None and cfg.model.arch != "encoder"  # which sees both sides
         found = spikes.find(self.losses, **cfg.spikes.model_dump())
         result: dict[str, Any] = {
             "verdict": None,
@@ -234,7 +249,7 @@ class _Fit:
             "init_val_loss": init_val_loss,
             "final_val_loss": final_val_loss,
             "final_loss": self.losses[-1] if self.losses else None,
-            "excess_loss": None if source.entropy_rate is None else final_val_loss - reference(cfg.model.context),
+            "excess_loss": final_val_loss - reference(cfg.model.context) if exact else None,
             "seconds": self.clock.total,
             "tokens_per_second": None,
             "spike_count": len(found),
@@ -256,11 +271,14 @@ class _Fit:
         )
         bad = judged.first_bad_step
         history = np.array(self.layer_norms).T.tolist()
+        broken = verdict.first_bad_layer(dict(enumerate(history)))
+        stack, layer = (None, None) if broken is None else self.blocks[broken]
         return result | {
             **asdict(judged),
             "tokens_per_second": len(self.losses) * cfg.data.batch_size * cfg.model.context / self.clock.total,
             "first_bad_lr": None if bad is None else optim.learning_rate(cfg.optim, bad, cfg.steps),
-            "first_bad_layer": verdict.first_bad_layer(dict(enumerate(history))),
+            "first_bad_stack": stack,
+            "first_bad_layer": layer,
         }
 
 
