@@ -32,7 +32,9 @@ REFUSED = {
     **{("qk_norm", value, "norm", "none"): "needs a norm" for value in ("head", "joint")},
     **{("qk_norm", value, "placement", "hybrid_norm"): "already normalises" for value in ("head", "joint")},
     **{("placement", "res_post", "norm", value): "has no gain" for value in ("rmsnorm_nogain", "none")},
-    **{("ffn", "none", "placement", value): "ends its block in the FFN" for value in ("parallel", "b2t")},
+    **{
+        ("ffn", "none", "placement", value): "ends its block in the FFN" for value in ("parallel", "b2t", "hybrid_norm")
+    },
 }
 REFUSED_PAIRS = {frozenset({(a, x), (b, y)}) for a, x, b, y in REFUSED}
 Pair = frozenset[tuple[str, object]]
@@ -127,6 +129,7 @@ def test_refused_pairs_say_why(refused):
         ({"head": "mlm", "arch": "encoder", "head_bias": True}, r"head_bias=true: model\.head=mlm has its own"),
         ({"placement": "resi_dual", "final_norm": True}, r"resi_dual ends in x \+ N\(d\)"),
         ({"norm": "layrnorm"}, r"did you mean layernorm"),
+        ({"norm": "batchnorm", "norm_eps": 0.0}, r"norm_eps=0: model\.norm=batchnorm .*above 0"),
     ],
 )
 def test_other_refusals(overrides, told):

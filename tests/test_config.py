@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 from conftest import ROOT, compose
 
-from normlab import cli, config, spikes
+from normlab import cli, config, verdict
 from normlab.explain import ConfigError
 from normlab.init import INITS
 from normlab.optim import OPTIMIZERS, SCHEDULES
@@ -119,6 +119,8 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     once = compose(*small, "data=markov", "log=offline")
     wide = ["model.head_width=8", "model.position=rotary", "model.ffn=moe", "model.init=completep", "log=disabled"]
     cfgs = [once, once, compose(*small, *text, "log=disabled", "study=other")]
+    bad = ["optim=sgd", "optim.lr=1e9", "model.placement=none", "stop.hopeless=true", "log=disabled"]
+    cfgs += [compose(*small, "data=markov", *bad, "steps=9", "log.every=1")]
     cfgs += [compose(*small, "data=markov", *wide, "model.arch=encoder_decoder", "model.position=rotary")]
     monkeypatch.setattr(config.Section, "__getattribute__", recording)
     for cfg in cfgs:
@@ -126,9 +128,9 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     sections = [s for s in vars(config).values() if isinstance(s, type) and issubclass(s, config.Section)]
     fields = {(s.__name__, name) for s in sections for name in s.model_fields}
     told_apart_by_type = {("TextConfig", "name"), ("MarkovConfig", "name")}
-    passed_as_keywords = {("SpikesConfig", name) for name in config.SpikesConfig.model_fields}
-    assert fields - read - told_apart_by_type - passed_as_keywords == set()
-    assert set(config.SpikesConfig.model_fields) == set(inspect.signature(spikes.find).parameters) - {"series"}
+    passed_whole = {("VerdictConfig", "stalled_below"), ("VerdictConfig", "rise"), ("VerdictConfig", "patience")}
+    assert fields - read - told_apart_by_type - passed_whole == set()
+    assert {name for _, name in passed_whole} <= set(inspect.signature(verdict.judge).parameters)
 
 
 def test_the_tables_have_the_rows_that_the_config_accepts():
@@ -147,6 +149,11 @@ def test_every_placement_composes():
     [
         (["data=text", "data.vocab=16"], r"data\.vocab: the chosen data has no such key"),
         (["data.name=foo"], r"data\.name='foo': accepted: 'text', 'markov'"),
+        (["model.norm=batchnorm", "model.context=1", "data.batch_size=1"], r"model\.norm=batchnorm needs two tokens"),
+        (["model.qk_norm=heads"], r"model\.qk_norm='heads': .*False, True, 'head' or 'joint'"),
+        (["model.bias=foo"], r"model\.bias='foo': .*True, False, 'qkv' or 'ffn'"),
+        (["model.placement=perri"], r"model\.placement='perri': .*did you mean peri"),
+        (["spikes.mad.window=5"], r"a detector's window=5; accepted: 9 or more"),
         (["model.norm=none", "model.qk_norm=true"], r"model\.qk_norm=head needs a norm"),
         (["model.ffn_ratio=0.001"], r"model\.ffn_ratio=0\.001 leaves no FFN unit"),
         (["data.path="], r"data\.path='': empty"),

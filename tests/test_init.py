@@ -130,11 +130,24 @@ def test_completep_is_gpt2_without_the_depth_rule_at_the_base():
 
 def test_completep_scales_branch_scores_and_logits():
     cfg = compose("model.init=completep", "model.width=256", "model.depth=24").model
-    assert (cfg.branch_scale, cfg.logit_scale, cfg.score_scale) == (6 / 24, 64 / 256, 16**0.5 / 64)
+    assert (cfg.branch_scale("decoder"), cfg.logit_scale, cfg.score_scale) == (6 / 24, 64 / 256, 16**0.5 / 64)
     model = Decoder(cfg, vocab=50)
     initialise(model, cfg, seed=0)
     block = model.decoder.blocks[0]
     x = torch.randn(1, 3, 256)
     bare = block.ffn.w_out(torch.nn.functional.gelu(block.ffn.w_in(x)))
     torch.testing.assert_close(block.ffn(x), bare / 4)
+    assert block.attn.scale == 1 / 4
+    both = compose(
+        "model.init=completep", "model.arch=encoder_decoder", "model.encoder_depth=24", "model.ffn=moe"
+    ).model
+    made = build(both, vocab=50)
+    scales = [getattr(made, s).blocks[0].ffn.scale for s in ("encoder", "decoder")]
+    assert scales == [6 / 24, 1.0]
+    assert [getattr(made, s).blocks[0].attn.scale for s in ("encoder", "decoder")] == scales
+    assert both.depth_multiple == 4
+    initialise(made, both, seed=0)
+    moe, z = made.encoder.blocks[0].ffn, torch.randn(1, 3, 64)
+    scaled, moe.scale = moe(z), 1.0
+    torch.testing.assert_close(scaled, moe(z) / 4)
     torch.testing.assert_close(model.logits(x), model.head(x) / 4)

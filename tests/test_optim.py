@@ -7,6 +7,7 @@ import torch
 from conftest import compose, tiny
 
 from normlab import optim
+from normlab.explain import ConfigError
 from normlab.model import Decoder
 from normlab.results import load
 from normlab.train import train
@@ -83,10 +84,15 @@ def test_completep_scales_rates_decay_and_eps():
 
 
 def test_the_scale_of_a_group_reaches_its_update(tmp_path):
-    """SGD at 4 times the base width: blocks' matrices move by a quarter of rate * gradient, everything else by it."""
-    train(tiny(tmp_path, "optim=sgd", "optim.lr=0.5", "model.init=completep", "model.base_width=4", "steps=1"))
-    _, steps, layers = load(tmp_path)
-    rows = layers[(layers.stat == "weight_grad_norm") & (layers.step == 0)]
-    slow = rows.layer.notna() & rows.tensor.isin(["q", "k", "v", "out", "in"])
-    moved = 0.5 * math.sqrt(((rows.value * slow.map({True: 0.25, False: 1.0})) ** 2).sum())
-    assert steps.update_norm[0] == pytest.approx(moved, rel=1e-4)
+    """Adam's first update is rate * sign: at 4 times the base width, blocks' matrices move by a quarter of the rate."""
+    train(tiny(tmp_path, "optim.lr=1e-3", "optim.eps=1e-20", "model.init=completep", "model.base_width=4", "steps=1"))
+    layers = load(tmp_path).layers
+    moved = layers[(layers.stat == "update_norm") & (layers.step == 0) & (layers.layer == 1)].set_index("tensor").value
+    assert moved["q"] == pytest.approx(1e-3 / 4 * 16, rel=1e-3)
+    assert moved["norm"].tolist() == pytest.approx([1e-3 * 4] * 2, rel=1e-3)  # of attention and of the FFN
+
+
+@pytest.mark.parametrize("overrides", [["optim=sgd"], ["optim.name=adam", "optim.weight_decay=0.1"]])
+def test_completep_is_refused_where_its_rule_is_another(overrides):
+    with pytest.raises(ConfigError, match=r"model\.init=completep .*optim\.name=(sgd|adam); accepted: adamw"):
+        compose("model.init=completep", *overrides)

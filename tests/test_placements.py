@@ -67,7 +67,7 @@ EQUATIONS = {
     "admin_fixed": each(lambda x, s: s.N(math.sqrt(13 / math.log(13) - 1) * x + s.F(x))),
     "b2t": b2t,
     "resi_dual": resi_dual,
-    "mix_ln": lambda x, a, f: (post if a.l <= 1 else pre)(x, a, f),  # a quarter of 6 blocks
+    "mix_ln": lambda x, a, f: (post if a.l <= 2 else pre)(x, a, f),  # a quarter of 6 blocks, rounded up
     "lns": each(lambda x, s: x + s.F(s.N(x) / math.sqrt(s.l))),
     "hybrid_norm": hybrid_norm,  # and norms of q, k, v
     "keel": keel,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normlab.config import ModelConfig
+from normlab.ffn import scaled
 from normlab.norm import NORMS
 from normlab.position import Rotary
 
@@ -19,7 +20,7 @@ class Attention(nn.Module):
     qk_norm: q and k are normalised, per head (Dehghani et al. 2023, arXiv 2302.05442) or over all heads jointly
     (OLMo 2), before positions rotate them. softcap c: scores become c tanh(score / c) (Gemma 2, arXiv 2408.00118).
     inner, what a placement adds: norms on q, k and v per head (qkv), a norm (attn_out) or a scale per head (head_scale)
-    on the heads before W_out.
+    on the heads before W_out. scale multiplies the output.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class Attention(nn.Module):
         cross: bool = False,
         rotary: Rotary | None = None,
         inner: frozenset[str] = frozenset(),
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         H, G, K = cfg.heads, cfg.key_heads, cfg.head_size
         self.causal, self.rotary, self.head_size = causal, rotary, K
-        self.softcap, self.score_scale, self.scale = cfg.attn_softcap, cfg.score_scale, cfg.branch_scale
+        self.softcap, self.score_scale, self.scale = cfg.attn_softcap, cfg.score_scale, scale
         self.attn_dropout, self.groups = cfg.dropout, H // G
         # Rows of a fused weight that are one logical tensor each: own init, own gradient norm.
         sizes = {"q": H * K, "k": G * K, "v": G * K}
@@ -81,10 +83,10 @@ class Attention(nn.Module):
         y_BTD = y_BHTK.transpose(1, 2).flatten(2)
         if self.out_norm is not None:
             y_BTD = self.out_norm(y_BTD)
-        return self.dropout(self.scale * self.w_out(y_BTD))
+        return self.dropout(scaled(self.w_out(y_BTD), self.scale))
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """Scores, softmax, weighted mean of the values. A bias of a causal stack masks the future itself."""
+        """Softmax of the scores, weighted mean of the values. A bias of a causal stack masks the future itself."""
         rate = self.attn_dropout if self.training else 0.0
         if self.softcap is None:
             causal = self.causal and bias is None
@@ -92,12 +94,18 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(
                 q, k, v, mask, rate, is_causal=causal, scale=self.score_scale, enable_gqa=self.groups > 1
             )
-        k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
-        scores = self.softcap * torch.tanh(self.score_scale * (q @ k.transpose(-2, -1)) / self.softcap)
+        scores = self.scores(q, k, bias)
+        weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
+        return F.dropout(weights, rate).type_as(v) @ v.repeat_interleave(self.groups, dim=1)
+
+    def scores(self, q_BHTK: Tensor, k_BGSK: Tensor, bias: Tensor | None) -> Tensor:
+        """What the softmax reads, (B, H, T, S); -inf where a query may not look."""
+        scores = self.score_scale * (q_BHTK @ k_BGSK.repeat_interleave(self.groups, dim=1).transpose(-2, -1))
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         if bias is not None:
-            scores = scores + bias
-        elif self.causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(future, -torch.inf)
-        weights = F.dropout(scores.float().softmax(-1) if scores.dtype != torch.float64 else scores.softmax(-1), rate)
-        return weights.type_as(v) @ v
+            return scores + bias
+        if not self.causal:
+            return scores
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(future, -torch.inf)

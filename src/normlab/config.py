@@ -18,6 +18,7 @@ from normlab.explain import ConfigError, explain
 from normlab.ffn import ACTIVATIONS, ffn_width
 from normlab.norm import NORMS
 from normlab.residual import ALIASES, PLACEMENTS, Residual, Where
+from normlab.spikes import Rule
 
 
 def _one_of(names: Set[str] | Mapping[str, Any]) -> AfterValidator:
@@ -98,7 +99,7 @@ class ModelConfig(Section):
     vocab: PositiveInt | None
     norm: Annotated[str, _one_of(NORMS)]
     norm_eps: NonNegativeFloat | None
-    placement: Annotated[str, AfterValidator(lambda name: ALIASES.get(name, name)), _one_of(PLACEMENTS)]
+    placement: Annotated[str, _one_of({**PLACEMENTS, **ALIASES}), AfterValidator(lambda name: ALIASES.get(name, name))]
     final_norm: bool | None
     activation: Annotated[str, _one_of(ACTIVATIONS)]
     init: InitName
@@ -109,11 +110,11 @@ class ModelConfig(Section):
     position: Literal["learned", "sinusoidal", "rotary", "relative", "none"]
     rotary_fraction: Annotated[float, Field(gt=0, le=1)]
     rotary_base: PositiveFloat
-    qk_norm: Annotated[Literal["head", "joint"] | bool, AfterValidator(lambda v: "head" if v is True else v)]
+    qk_norm: Annotated[Literal[False, True, "head", "joint"], AfterValidator(lambda v: "head" if v is True else v)]
     attn_softcap: PositiveFloat | None
     logit_softcap: PositiveFloat | None
     dropout: Fraction
-    bias: Literal["qkv", "ffn"] | bool
+    bias: Literal[True, False, "qkv", "ffn"]
     head: Literal["lm", "mlm", "pooler"]
     head_bias: bool
     tie: bool
@@ -196,12 +197,12 @@ class ModelConfig(Section):
 
     @property
     def depth_multiple(self) -> float:
-        """CompleteP's depth over base depth; 1 under other inits."""
-        return self.depth / self.base_depth if self.init == "completep" else 1.0
+        """CompleteP's depth over base depth, of the deeper stack; 1 under other inits."""
+        return max(self.encoder, self.decoder) / self.base_depth if self.init == "completep" else 1.0
 
-    @property
-    def branch_scale(self) -> float:
-        return 1 / self.depth_multiple
+    def branch_scale(self, stack: str) -> float:
+        """CompleteP's base depth over depth; 1 under other inits."""
+        return self.base_depth / self.blocks(stack) if self.init == "completep" else 1.0
 
     @property
     def logit_scale(self) -> float:
@@ -248,12 +249,16 @@ def _refusals(cfg: ModelConfig) -> Iterator[tuple[bool, str]]:
         f"model.placement={placement} starts its norms' gains at 0: model.norm={cfg.norm} has no gain",
     )
     yield (
-        cfg.ffn == "none" and (row.joint or placement == "b2t"),
+        cfg.ffn == "none" and (row.joint or placement in {"b2t", "hybrid_norm"}),
         f"model.ffn=none: model.placement={placement} ends its block in the FFN; accepted: another placement",
     )
     yield (
         cfg.final_norm is not None and placement == "resi_dual",
         f"model.final_norm={cfg.final_norm}: model.placement=resi_dual ends in x + N(d); accepted: null",
+    )
+    yield (
+        cfg.norm == "batchnorm" and cfg.eps == 0,
+        "model.norm_eps=0: model.norm=batchnorm divides by the spread of a batch, which may be 0; accepted: above 0",
     )
     yield (
         cfg.ffn_width is None and cfg.hidden < 1,
@@ -332,17 +337,51 @@ class EvalConfig(Section):
 class ProbeConfig(Section):
     every: NonNegativeInt
     batches: NonNegativeInt
+    layer_drop: bool
+    sharpness: bool
 
 
-class SpikesConfig(Section):
+class DetectorConfig(Section):
+    centre: Literal["mean", "trend"]
     kappa: PositiveFloat
     window: Annotated[int, Field(ge=2)]
     min_history: Annotated[int, Field(ge=2)]
     min_height: NonNegativeFloat
 
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.centre, self.kappa, self.window, self.min_history, self.min_height)
+
+    @model_validator(mode="after")
+    def _is_a_rule(self) -> "DetectorConfig":
+        try:
+            _ = self.rule
+        except ValueError as error:
+            raise ValueError(f"spikes: a detector's {error}") from None
+        return self
+
+
+class SpikesConfig(Section):
+    judge: Literal["olmo", "olmo_core", "mad"]
+    olmo: DetectorConfig
+    olmo_core: DetectorConfig
+    mad: DetectorConfig
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        return {"olmo": self.olmo.rule, "olmo_core": self.olmo_core.rule, "mad": self.mad.rule}
+
 
 class VerdictConfig(Section):
     stalled_below: Annotated[float, Field(ge=0, le=1)]
+    rise: NonNegativeFloat
+    patience: PositiveInt
+    out_of_range: Annotated[float, Field(gt=1)]
+
+
+class StopConfig(Section):
+    nonfinite: bool
+    hopeless: bool
 
 
 class Config(Section):
@@ -354,9 +393,11 @@ class Config(Section):
     probe: ProbeConfig
     spikes: SpikesConfig
     verdict: VerdictConfig
+    stop: StopConfig
     study: FolderName
     seed: Seed
     steps: NonNegativeInt
+    micro_batch: PositiveInt | None
     device: Annotated[str, AfterValidator(_device)]
     precision: Literal["fp32", "bf16"]
     compile: bool
@@ -371,9 +412,28 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _completep_has_its_optimizer(self) -> "Config":
+        coupled = self.optim.name in {"adam", "radam"} and self.optim.weight_decay > 0
+        if self.model.init == "completep" and (self.optim.name == "sgd" or coupled):
+            raise ValueError(
+                f"model.init=completep scales rates and decoupled decay as for Adam: optim.name={self.optim.name}; "
+                f"accepted: adamw, or adam and radam with optim.weight_decay=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_batch_has_a_spread(self) -> "Config":
+        if self.model.norm == "batchnorm" and self.model.context * (self.micro_batch or self.data.batch_size) < 2:
+            raise ValueError("model.norm=batchnorm needs two tokens in a batch: model.context=1 and data.batch_size=1")
+        return self
+
     def identity(self) -> dict[str, Any]:
-        """Every setting that can change a number of the result; names, paths, logging and launching left out."""
-        exclude = {"study", "runs_dir", "force", "log", "device"}
+        """Every setting that can change a measured number; names, paths, logging and launching left out.
+
+        The rules that label a run are left out too: normlab.relabel applies others to what was measured.
+        """
+        exclude = {"study", "runs_dir", "force", "log", "device", "spikes", "verdict"}
         settings = self.model_dump(mode="json", exclude=exclude)
         for key in ("path", "glob"):  # the content's hash stands for them
             settings["data"].pop(key, None)

@@ -54,6 +54,11 @@ def ffn_width(width: int, ratio: float, gated: bool) -> int:
     return next((units for units in rounded if off(units) < 0.005), rounded[-1])
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """factor * x; x itself where that is 1, as it mostly is."""
+    return x if factor == 1.0 else factor * x
+
+
 class FFN(nn.Module):
     """W_out act(W_in x), or W_out (act(W_gate x) * W_in x) when gated. (B, T, D) -> (B, T, D).
 
@@ -85,7 +90,7 @@ class FFN(nn.Module):
         h_BTF = self.act(h_BTF) if self.w_gate is None else self.act(self.w_gate(x_BTD)) * h_BTF
         if self.inner_norm is not None:
             h_BTF = self.inner_norm(h_BTF)
-        return self.dropout(self.scale * self.w_out(h_BTF))
+        return self.dropout(scaled(self.w_out(h_BTF), self.scale))
 
 
 def _full_precision(device_type: str) -> AbstractContextManager:
@@ -139,7 +144,7 @@ class MoE(nn.Module):
         if self.inner_norm is not None:
             h_BTEF = self.inner_norm(h_BTEF)
         y_BTD = torch.einsum("btef,edf->btd", h_BTEF * p_BTE[..., None].type_as(h_BTEF), self.expert_out)
-        return self.dropout(self.scale * y_BTD)
+        return self.dropout(scaled(y_BTD, self.scale))
 
     def _route(self, x_BTD: Tensor) -> Tensor:
         """The weight of each expert for each token, 0 where it is not chosen."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from normlab.config import InitName, ModelConfig
 from normlab.model import Model
+from normlab.norm import BatchNorm
 from normlab.residual import PLACEMENTS, Admin
 from normlab.tensors import TensorId, tensors
 
@@ -112,37 +113,59 @@ def initialise(model: Model, cfg: ModelConfig, seed: int) -> None:
 
 @torch.no_grad()
 def calibrate(model: Model, inputs: Any) -> None:
-    """Admin's profiling (Liu et al. 2020, section 4.2): one forward pass with every w = 1, then
+    """What a model must know of its data before its first step; nothing for most.
 
-    w_1 = 1, w_2^2 = Var x_0 + Var F_1, w_{i+1}^2 = w_i^2 + Var F_i, stack by stack. Other placements are left alone.
+    Batch norms: running statistics, those of this batch. Admin: its weights, by its profiling.
+    """
+    was_training = model.training
+    model.eval()  # no dropout
+    _settle_batch_norms(model, inputs)
+    if _profile_admin(model, inputs):
+        _settle_batch_norms(model, inputs)
+    model.train(was_training)
+
+
+def _settle_batch_norms(model: Model, inputs: Any) -> None:
+    norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.train()
+        norm.momentum = 1.0
+    if norms:
+        model(inputs)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.eval()
+        norm.momentum = momentum
+
+
+def _profile_admin(model: Model, inputs: Any) -> bool:
+    """Liu et al. 2020, section 4.2: one forward pass with every w = 1, then, stack by stack,
+
+    w_1 = 1, w_2^2 = Var x_0 + Var F_1, w_{i+1}^2 = w_i^2 + Var F_i. Whether there was anything to profile.
     """
     chains = [
-        (stack.embed, [(block, site) for block in stack.blocks for site in ("attn", "cross", "ffn")
-                       if isinstance(getattr(block, f"{site}_residual", None), Admin)])
+        (stack.embed, [(getattr(block, site), residual) for block in stack.blocks for site in ("attn", "cross", "ffn")
+                       if isinstance(residual := getattr(block, f"{site}_residual", None), Admin)])
         for stack in model.stacks.values()
     ]  # fmt: skip
     variance: dict[nn.Module, Tensor] = {}
-    watched = [module for embed, chain in chains if chain for module in (embed, *(getattr(b, s) for b, s in chain))]
-    if not watched:
-        return
 
     def hook(module: nn.Module, _args: Any, output: Tensor) -> None:
         variance[module] = output.var(correction=0)
 
+    watched = [module for embed, chain in chains if chain for module in (embed, *(f for f, _ in chain))]
     handles = [module.register_forward_hook(hook) for module in watched]
-    was_training = model.training
     try:
-        model.eval()(inputs)
+        if watched:
+            model(inputs)
     finally:
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     for embed, chain in chains:
-        total = variance[embed]
-        for i, (block, site) in enumerate(chain):
-            if i:
-                getattr(block, f"{site}_residual").scale.fill_(total.sqrt())
-            total = total + variance[getattr(block, site)]
+        variances = [variance[module] for module in (embed, *(f for f, _ in chain[:-1])) if chain]
+        for i, (_, residual) in enumerate(chain[1:], 1):
+            residual.scale.fill_(sum(variances[: i + 1]) ** 0.5)
+    return bool(watched)
 
 
 def _generator(seed: int, tensor: TensorId) -> torch.Generator:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from normlab.attention import Attention
 from normlab.config import ModelConfig
-from normlab.ffn import ACTIVATIONS, FFN, MoE
+from normlab.ffn import ACTIVATIONS, FFN, MoE, scaled
 from normlab.norm import NORMS
 from normlab.position import RelativeBias, Rotary, sinusoid
 from normlab.residual import PLACEMENTS, Residual
@@ -25,8 +25,8 @@ def make_norm(cfg: ModelConfig, width: int | None = None) -> nn.Module:
     return NORMS[cfg.norm].make(width or cfg.width, cfg.eps)
 
 
-def _make_ffn(cfg: ModelConfig, inner_norm: nn.Module | None) -> FFN | MoE:
-    inside: dict[str, Any] = {"inner_norm": inner_norm, "dropout": cfg.dropout, "scale": cfg.branch_scale}
+def _make_ffn(cfg: ModelConfig, inner_norm: nn.Module | None, scale: float) -> FFN | MoE:
+    inside: dict[str, Any] = {"inner_norm": inner_norm, "dropout": cfg.dropout, "scale": scale}
     if cfg.ffn == "moe":
         return MoE(cfg.width, cfg.hidden, cfg.activation, cfg.experts, cfg.experts_per_token, **inside)
     return FFN(cfg.width, cfg.hidden, cfg.activation, cfg.ffn_bias, **inside)
@@ -44,13 +44,14 @@ class Block(nn.Module):
         placement = PLACEMENTS[cfg.placement]
         causal = stack == "decoder"
         self.joint = placement.joint
-        self.attn = Attention(cfg, causal=causal, rotary=rotary, inner=placement.inner)
+        scale = cfg.branch_scale(stack)
+        self.attn = Attention(cfg, causal=causal, rotary=rotary, inner=placement.inner, scale=scale)
         self.cross: Attention | None = None
         self.ffn: FFN | MoE | None = None
         if "cross" in cfg.sites(stack):
-            self.cross = Attention(cfg, causal=False, cross=True, inner=placement.inner)
+            self.cross = Attention(cfg, causal=False, cross=True, inner=placement.inner, scale=scale)
         if cfg.ffn != "none":
-            self.ffn = _make_ffn(cfg, make_norm(cfg, cfg.hidden) if "ffn_out" in placement.inner else None)
+            self.ffn = _make_ffn(cfg, make_norm(cfg, cfg.hidden) if "ffn_out" in placement.inner else None, scale)
         first: Residual | None = None
         for site in cfg.residual_sites(stack):
             where = cfg.where(stack, layer, site, first)
@@ -181,6 +182,7 @@ class Model(nn.Module, ABC):
         for name in self.stack_names:
             self.add_module(name, Stack(cfg, name, vocab))
         self.head = HEADS[cfg.head](cfg, vocab)
+        self._mixtures = [m for m in self.modules() if isinstance(m, MoE)]
         self.logit_scale, self.softcap, self.balance_loss = cfg.logit_scale, cfg.logit_softcap, cfg.balance_loss
         if cfg.tie:  # one matrix for every embedding and the head (Press & Wolf 2016; Vaswani et al. 2017, 3.4)
             shared = self.stacks[self.stack_names[0]].embed.token.weight
@@ -198,7 +200,7 @@ class Model(nn.Module, ABC):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Scaled and soft-capped: c tanh(logit / c) (Gemma 2)."""
-        logits_BTV = self.logit_scale * self.head(x_BTD)
+        logits_BTV = scaled(self.head(x_BTD), self.logit_scale)
         return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
 
     def loss(self, inputs: Any, targets_BT: Tensor) -> Tensor:
@@ -208,9 +210,9 @@ class Model(nn.Module, ABC):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
 
     def objective(self, inputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(what training descends, its cross-entropy): they differ by the experts' load-balance loss."""
+        """(what training descends, its cross-entropy): they differ by the mean of the blocks' load-balance losses."""
         loss = self.loss(inputs, targets_BT)
-        balances = [m.balance for m in self.modules() if isinstance(m, MoE) and m.balance is not None]
+        balances = [m.balance for m in self._mixtures if m.balance is not None]
         if not balances:
             return loss, loss
         return loss + self.balance_loss * torch.stack(balances).mean(), loss

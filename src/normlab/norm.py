@@ -32,7 +32,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full(self.width, 1 - offset)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = None if self.weight is None else self.offset + _wide(self.weight)
+        gain = None if self.weight is None else _wide(self.weight)
+        if gain is not None and self.offset:
+            gain = self.offset + gain
         return F.rms_norm(_wide(x), self.width, gain, self.eps).type_as(x)
 
 

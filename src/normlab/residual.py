@@ -254,19 +254,19 @@ class SumOfStreams(nn.Module):
 
 
 def deepnorm_alpha(where: Where) -> float:
-    """Weight of the skip (DeepNet, table 1). N blocks of the encoder, M of the decoder; PLACEMENTS holds beta."""
+    """Weight of the skip (DeepNet, table 1): (2N)^(1/4), in a decoder with an encoder (3M)^(1/4), both L^(1/4)."""
     n, m = where.encoder, where.decoder
-    if n and m:
-        return 0.81 * (n**4 * m) ** (1 / 16) if where.stack == "encoder" else (3 * m) ** 0.25
-    return (2 * where.depth) ** 0.25
+    if n and m and where.stack == "encoder":
+        return 0.81 * (n**4 * m) ** (1 / 16)
+    return where.sublayers**0.25
 
 
 def deepnorm_beta(where: Where) -> float:
-    """Gain on the initial v, out, in and gate weights (DeepNet, table 1)."""
+    """Gain on the initial v, out, in and gate weights (DeepNet, table 1): (8N)^(-1/4) or (12M)^(-1/4), (4L)^(-1/4)."""
     n, m = where.encoder, where.decoder
-    if n and m:
-        return 0.87 * (n**4 * m) ** (-1 / 16) if where.stack == "encoder" else (12 * m) ** -0.25
-    return (8 * where.depth) ** -0.25
+    if n and m and where.stack == "encoder":
+        return 0.87 * (n**4 * m) ** (-1 / 16)
+    return (4 * where.sublayers) ** -0.25
 
 
 def sub_ln_gain(where: Where) -> float:
@@ -274,14 +274,12 @@ def sub_ln_gain(where: Where) -> float:
     n, m = where.encoder, where.decoder
     if n and m and where.stack == "encoder":
         return math.sqrt(math.log(3 * m) * math.log(2 * n) / 3)
-    if n and m:
-        return 1.0 if where.site == "cross" else math.sqrt(math.log(3 * m))
-    return math.sqrt(math.log(2 * where.depth))
+    return 1.0 if where.site == "cross" else math.sqrt(math.log(max(where.sublayers, 2)))
 
 
 def mix_ln(share: float) -> Callable[[MakeNorm, Where], Residual]:
-    """Post in the first `share` of the blocks, Pre in the rest."""
-    return lambda make, where: (Post if where.layer < int(share * where.depth) else Pre)(make, where)
+    """Post in the first `share` of the blocks, rounded up, Pre in the rest."""
+    return lambda make, where: (Post if where.layer < math.ceil(share * where.depth) else Pre)(make, where)
 
 
 def keel(make: MakeNorm, where: Where) -> Residual:
@@ -342,7 +340,11 @@ PLACEMENTS: dict[str, Placement] = {
     "admin": Placement(attn=Admin, final=_no_norm, paper="Liu et al. 2020, arXiv 2004.08249"),
     "admin_fixed": Placement(attn=AdminFixed, final=_no_norm, paper="admin-torch, by Admin's authors"),
     "b2t": Placement(
-        attn=B2TOpen, cross=B2TCarry, ffn=B2TClose, final=_no_norm, paper="Takase et al. 2022, arXiv 2206.00330"
+        attn=B2TOpen,
+        cross=B2TCarry,
+        ffn=B2TClose,
+        final=_no_norm,
+        paper="Takase et al. 2022, arXiv 2206.00330",
     ),
     "resi_dual": Placement(
         attn=ResiDual, final=SumOfStreams, enter=lambda x: (x, x), paper="Xie et al. 2023, arXiv 2304.14802"
