@@ -1,62 +1,134 @@
-"""What the every-step statistics cost: step time with them over step time without, side by side in one process.
+"""What watching costs: step time with it over step time without, side by side in one process.
 
-make bench                                      # prints the table and writes benchmarks/results.md
+Arms: bare training; the every-step statistics of a run, read and written to disk as train() does; wandb.watch with
+log_freq=1, the usual way to see gradients of every step. And the time of one full profile.
+
+make bench                                      # prints the tables and writes benchmarks/results.md
 """
 
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+import wandb
 
-from normlab import cli, data, optim
+from normlab import cli, data, optim, store
+from normlab.config import Config
 from normlab.init import initialise
+from normlab.journal import Journal
+from normlab.log import Log
+from normlab.meter import StepMeter
 from normlab.model import build
-from normlab.probe import GradientMeter
+from normlab.probe import Profile
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (6, 24, 48, 96)
-REPEATS = 9
-STEPS = 4
+REPEATS = 7
+STEPS = 10  # as log.every: one read of the device for each
 
 
-class Arm:
-    """One model that trains, with or without the statistics."""
+class Bare:
+    """One model that trains."""
 
-    def __init__(self, depth: int, statistics_on: bool) -> None:
-        cfg = cli.compose(ROOT, ["data=markov", f"model.depth={depth}"])
-        source = data.load(cfg.data)
+    def __init__(self, cfg: Config) -> None:
+        self.cfg, source = cfg, data.load(cfg.data)
         self.batch = source.batch(0, 0, cfg.data.batch_size, cfg.model.context)
         self.model = build(cfg.model, source.vocab)
         initialise(self.model, cfg.model, seed=0)
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
-        self.meter = GradientMeter(self.model) if statistics_on else None
+        self.step = 0
 
-    def seconds(self, steps: int) -> float:
-        """Wall-clock seconds of one training step, mean over `steps`."""
+    def train(self) -> None:
+        self.model.loss(*self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def finish(self) -> None:
+        """What follows every STEPS steps."""
+
+    def seconds(self) -> float:
+        """Wall-clock seconds of one training step, mean over STEPS."""
         start = time.perf_counter()
-        for _ in range(steps):
-            self.model.loss(*self.batch).backward()
-            if self.meter is not None:
-                self.meter.gradients()
-                self.meter.before_update()
-            self.optimizer.step()
-            if self.meter is not None:
-                self.meter.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        return (time.perf_counter() - start) / steps
+        for _ in range(STEPS):
+            self.train()
+            self.step += 1
+        self.finish()
+        return (time.perf_counter() - start) / STEPS
 
 
-def measure(depth: int) -> tuple[float, float, float]:
-    """Median step seconds without and with, and the median of the paired ratios, of interleaved repeats."""
-    without, with_ = Arm(depth, False), Arm(depth, True)
-    for arm in (without, with_):
-        arm.seconds(2)
-    pairs = [(without.seconds(STEPS), with_.seconds(STEPS)) for _ in range(REPEATS)]
+class Watched(Bare):
+    """With what every run measures at every step, on the way to its run folder."""
+
+    def __init__(self, cfg: Config, folder: Path) -> None:
+        super().__init__(cfg)
+        self.meter = StepMeter(self.model)
+        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
+        self.folder = store.RunFolder(folder, cfg, {})
+        log = Log(cfg.log, folder, study="bench", steps=1, settings={})
+        blocks = [("decoder", i) for i in range(cfg.model.depth)]
+        self.journal = Journal(cfg, self.folder, log, self.meter.ids, blocks)
+
+    def train(self) -> None:
+        loss = self.model.loss(*self.batch)
+        loss.backward()
+        norms, nonfinite = self.meter.gradients()
+        self.meter.before_update()
+        self.optimizer.step()
+        row = {"step": self.step, "tokens": 0, "lr": 1e-3}
+        self.journal.add(row, loss.detach(), norms, nonfinite, self.meter.update(self.optimizer))
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def finish(self) -> None:
+        self.journal.flush(0.0)
+
+
+class WandbWatch(Bare):
+    """With wandb.watch at every step, offline."""
+
+    def __init__(self, cfg: Config, folder: Path) -> None:
+        super().__init__(cfg)
+        settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
+        self.run = wandb.init(mode="offline", dir=folder, project="bench", settings=settings, reinit="create_new")
+        self.run.watch(self.model, log="gradients", log_freq=1)
+
+    def train(self) -> None:
+        loss = self.model.loss(*self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.run.log({"loss": loss.item()}, step=self.step)
+
+
+def measure(depth: int, folder: Path) -> list[float]:
+    """Median step seconds of the bare arm, then the medians of the paired ratios of the two others."""
+    cfg = cli.compose(ROOT, ["data=markov", f"model.depth={depth}", "log=disabled"])
+    (folder / "own").mkdir(parents=True)
+    (folder / "wandb").mkdir()
+    arms = [Bare(cfg), Watched(cfg, folder / "own"), WandbWatch(cfg, folder / "wandb")]
+    for arm in arms:
+        arm.seconds()
+    rounds = [[arm.seconds() for arm in arms] for _ in range(REPEATS)]
+    arms[2].run.finish()
     median = statistics.median
-    return median(a for a, _ in pairs), median(b for _, b in pairs), median(b / a for a, b in pairs)
+    return [median(r[0] for r in rounds), *(median(r[i] / r[0] for r in rounds) for i in (1, 2))]
+
+
+def profile_seconds(depth: int) -> float:
+    """Of one full profile over the default number of batches."""
+    cfg = cli.compose(ROOT, ["data=markov", f"model.depth={depth}"])
+    source = data.load(cfg.data)
+    model = build(cfg.model, source.vocab)
+    initialise(model, cfg.model, seed=0)
+    batches: list = source.held_out(cfg.probe.batches, cfg.data.batch_size, cfg.model.context)
+    take = Profile(model, model.loss, batches, layer_drop=False)
+    take()
+    start = time.perf_counter()
+    take()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -65,20 +137,25 @@ def main() -> None:
         ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     lines = [
-        "# Cost of the every-step statistics",
+        "# Cost of watching",
         "",
-        f"Width 64, context 64, batch 8, AdamW, fp32; {REPEATS} interleaved repeats of {STEPS} steps, medians. "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, "
+        f"Width 64, context 64, batch 8, AdamW, fp32; medians of {REPEATS} interleaved repeats of {STEPS} steps, "
+        f"paired ratios. torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, "
         f"commit {commit.stdout.strip() or 'unknown'}. Command: `make bench`.",
         "",
-        "| depth | step without (ms) | step with (ms) | ratio |",
-        "|---|---|---|---|",
+        "Every step: gradient, weight and update norm, update ratio and share below Adam's eps of every weight tensor,",
+        "and the live spike detectors; read, judged and written to disk every 10 steps.",
+        "",
+        "| depth | bare step (ms) | every-step statistics: ratio | wandb.watch(log_freq=1): ratio | profile (s) |",
+        "|---|---|---|---|---|",
     ]
     print(lines[-2])
-    for depth in DEPTHS:
-        without, with_, ratio = measure(depth)
-        lines.append(f"| {depth} | {without * 1e3:.1f} | {with_ * 1e3:.1f} | {ratio:.3f} |")
-        print(lines[-1], flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for depth in DEPTHS:
+            bare, watched, wandb_watch = measure(depth, Path(folder) / str(depth))
+            took = profile_seconds(depth)
+            lines.append(f"| {depth} | {bare * 1e3:.1f} | {watched:.3f} | {wandb_watch:.3f} | {took:.2f} |")
+            print(lines[-1], flush=True)
     (ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
 
 

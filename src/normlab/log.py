@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ class Log:
     """Progress bar and W&B run of one training run. Use as a context manager."""
 
     def __init__(self, cfg: LogConfig, folder: Path, *, study: str, steps: int, settings: Mapping[str, Any]) -> None:
+        self._online = cfg.mode == "online"
         self._run = _start_wandb(cfg, folder, study, settings) if cfg.mode != "disabled" else None
         self._bar = tqdm(
             total=steps,
@@ -28,6 +29,17 @@ class Log:
     def row(self, step: int, values: Mapping[str, float]) -> None:
         """One W&B row."""
         self._wandb(lambda run: run.log(dict(values), step=step))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A W&B table."""
+        import wandb
+
+        self._wandb(lambda run: run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}))
+
+    def alert(self, title: str, text: str) -> None:
+        """A W&B alert, which the user's account mails or posts; online only."""
+        if self._online:
+            self._wandb(lambda run: run.alert(title=title, text=text))
 
     def progress(self, steps: int, **shown: float) -> None:
         """Advance the bar by `steps` and show the given numbers beside the time left."""

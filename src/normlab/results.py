@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from normlab.store import LAYERS_SCHEMA, read_record
 
+_TEXT = ("stack", "site", "tensor", "stat")
 STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
 
 
@@ -37,7 +40,7 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Re
             row = _run_row(folder)
             who = {"run_id": row["run_id"], "study": row["study"]}
             mine = _read_metrics(folder / "metrics.jsonl").assign(**who)
-            parts = [pd.read_parquet(p).assign(**who) for p in sorted(folder.glob("layers/*.parquet")) if layers]
+            parts = [_read_layers(p, who) for p in sorted(folder.glob("layers/*.parquet")) if layers]
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             skipped.append(f"{folder}: {' '.join(str(error).split()) or type(error).__name__}")
             continue
@@ -50,7 +53,7 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Re
     return Results(
         run_table,
         pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=[*STEP_COLUMNS, "run_id", "study"]),
-        _typed_layers(pd.concat(tables, ignore_index=True) if tables else empty_layers),
+        _typed_layers(pa.concat_tables(tables).unify_dictionaries().to_pandas() if tables else empty_layers),
     )
 
 
@@ -93,6 +96,15 @@ def _read_metrics(path: Path) -> pd.DataFrame:
     return table.astype({"step": "int64"})
 
 
+def _read_layers(path: Path, who: dict[str, str]) -> pa.Table:
+    """A part of the layer table with the run's names beside it; text columns as dictionaries."""
+    table = pq.read_table(path, read_dictionary=list(_TEXT))
+    for name, value in who.items():
+        table = table.append_column(name, pa.repeat(value, len(table)).dictionary_encode())
+    return table
+
+
 def _typed_layers(table: pd.DataFrame) -> pd.DataFrame:
-    types = {"step": "int64", "layer": "Int64", "value": "float64"}
-    return table.astype(types | dict.fromkeys(("stack", "site", "tensor", "stat"), "category"))
+    text = {name: pd.CategoricalDtype(sorted(table[name].dropna().unique())) for name in _TEXT}
+    plain = {"step": "int64", "layer": "Int64", "value": "float64", "run_id": "str", "study": "str"}
+    return table.astype(plain | text)

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ import yaml
 from normlab.config import Config
 from normlab.tensors import TensorId
 
-PART_ROWS = 50_000  # rows of layer statistics held in memory before a Parquet part is written
+PART_ROWS = 200_000  # rows of layer statistics held in memory before a Parquet part is written
+_ID_FIELDS = ("stack", "layer", "site", "tensor")
 PACKAGES = ("torch", "hydra-core", "wandb", "numpy", "pandas")
 
 
@@ -39,6 +41,20 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
         return None
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    write_atomically(folder / "run.json", json.dumps(record, indent=2) + "\n")
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until what belongs together is written."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -60,7 +76,8 @@ class RunFolder:
     def __init__(self, path: Path, cfg: Config, record: Mapping[str, Any]) -> None:
         self.path = path
         self.record = dict(record)
-        self._parts: list[pd.DataFrame] = []
+        self._parts: list[pa.Table] = []
+        self._ids: dict[str, pa.Array] | None = None
         self._part_count = 0
         (path / "layers").mkdir(parents=True, exist_ok=True)
         for old in [*path.glob("layers/*.parquet"), path / "metrics.jsonl", path / "traceback.txt"]:
@@ -73,7 +90,7 @@ class RunFolder:
     def update(self, **fields: Any) -> None:
         """Set fields of run.json, on disk at once."""
         self.record |= fields
-        write_atomically(self.path / "run.json", json.dumps(self.record, indent=2) + "\n")
+        write_record(self.path, self.record)
 
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows to metrics.jsonl and flush. Non-finite numbers are written as NaN and Infinity."""
@@ -82,20 +99,25 @@ class RunFolder:
 
     def layers(self, step: int, rows: pd.DataFrame) -> None:
         """Add tidy rows (probe.COLUMNS) that belong to one step."""
-        self._add(rows.assign(step=np.int64(step)))
+        rows = rows.assign(step=np.int64(step)).astype({"layer": "Int64"})
+        self._add(pa.Table.from_pandas(rows, schema=LAYERS_SCHEMA, preserve_index=False))
 
-    def weight_grad_norms(self, first_step: int, ids: Sequence[TensorId], norms: np.ndarray) -> None:
-        """Add the every-step norms of all tensors: `norms` is (steps, len(ids))."""
-        steps = len(norms)
-        repeated = {field: [getattr(i, field) for i in ids] * steps for field in ("stack", "layer", "site", "tensor")}
-        step = np.repeat(np.arange(first_step, first_step + steps), len(ids))
-        self._add(pd.DataFrame({"step": step, **repeated, "stat": "weight_grad_norm", "value": norms.ravel()}))
+    def step_statistics(self, first_step: int, ids: Sequence[TensorId], stats: Mapping[str, np.ndarray]) -> None:
+        """Add every-step statistics of all tensors: each value of `stats` is (steps, len(ids))."""
+        steps = len(next(iter(stats.values())))
+        if self._ids is None:
+            self._ids = {f: pa.array([getattr(i, f) for i in ids], LAYERS_SCHEMA.field(f).type) for f in _ID_FIELDS}
+        step = pa.array(np.repeat(np.arange(first_step, first_step + steps), len(ids)))
+        shared = {"step": step, **{f: pa.concat_arrays([column] * steps) for f, column in self._ids.items()}}
+        for stat, values in stats.items():
+            named = pa.repeat(stat, values.size)
+            self._add(pa.table({**shared, "stat": named, "value": values.ravel()}, schema=LAYERS_SCHEMA))
 
     def close(self) -> None:
         self._write_part()
         self._metrics.close()
 
-    def _add(self, rows: pd.DataFrame) -> None:
+    def _add(self, rows: pa.Table) -> None:
         self._parts.append(rows)
         if sum(map(len, self._parts)) >= PART_ROWS:
             self._write_part()
@@ -103,11 +125,7 @@ class RunFolder:
     def _write_part(self) -> None:
         if not self._parts:
             return
-        table = pa.Table.from_pandas(
-            pd.concat([p.astype({"layer": "Int64"}) for p in self._parts]),
-            schema=LAYERS_SCHEMA,
-            preserve_index=False,
-        )
+        table = pa.concat_tables(self._parts)
         target = self.path / "layers" / f"part-{self._part_count:05d}.parquet"
         temporary = target.with_suffix(".tmp")
         pq.write_table(table, temporary, compression="zstd")

@@ -4,6 +4,7 @@ A batch is a pure function of (seed, step), like the source's. Targets that are 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -124,3 +125,16 @@ def make(cfg: Config) -> Task:
     if cfg.model.head == "pooler":
         raise ConfigError("model.head=pooler has no language-model loss to train; accepted: lm, mlm")
     return task
+
+
+def micro_batches(batch: Batch, size: int | None) -> Iterator[tuple[Batch, Tensor | float]]:
+    """Slices of `size` sequences, each with its share of the batch's targets: their weighted losses sum to the mean."""
+    inputs, targets = batch
+    if size is None or size >= len(targets):
+        yield batch, 1.0
+        return
+    counted = (targets != IGNORED).sum()
+    for start in range(0, len(targets), size):
+        part = slice(start, start + size)
+        cut = tuple(t[part] for t in inputs) if isinstance(inputs, tuple) else inputs[part]
+        yield (cut, targets[part]), (targets[part] != IGNORED).sum() / counted

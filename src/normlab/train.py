@@ -1,12 +1,9 @@
 """One run, top to bottom: build, train, measure, judge, record."""
 
-import math
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import optim, probe, spikes, store, task, verdict
+from normlab import optim, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import Clock, device_name, pick_device
 from normlab.init import calibrate, initialise
+from normlab.journal import Journal, rules
 from normlab.log import Log
+from normlab.meter import StepMeter, global_norm
 from normlab.model import build, compile_blocks
-from normlab.task import Batch, Task
+from normlab.probe import Profile
+from normlab.sharpness import critical_sharpness
+from normlab.task import Batch, Task, micro_batches
 from normlab.tensors import count_parameters
-
-WANDB_NAMES = {
-    "loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm": "train/grad_norm",
-    "update_norm": "train/update_norm",
-    "tokens": "train/tokens",
-    "seconds": "train/seconds_per_step",
-    "val_loss": "val/loss",
-}
 
 
 def train(cfg: Config) -> dict[str, Any]:
@@ -51,8 +42,21 @@ def train(cfg: Config) -> dict[str, Any]:
         if not mine:
             return {"run_id": run_id, **earlier, "status": "running"}
         if earlier.get("status") == "finished" and not cfg.force:
-            return earlier | {"reused": True}
+            return _judged_anew(path, earlier, cfg) | {"reused": True}
         return _recorded(cfg, learned, device, path)
+
+
+def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, Any]:
+    """A finished run's record; under this config's rules, where it was labelled by others."""
+    wanted = rules(cfg)
+    if not cfg.steps or record.get("detector") == wanted:
+        return record
+    found = results.load(path, layers=False)
+    fields = relabel.relabel(found.runs, found.steps, wanted).fields.iloc[0]
+    if fields is not None:
+        record = record | fields
+        store.write_record(path, record)
+    return record
 
 
 def _recorded(cfg: Config, learned: Task, device: torch.device, path: Path) -> dict[str, Any]:
@@ -95,31 +99,28 @@ class _Fit:
 
     def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
         torch.manual_seed(cfg.seed)
-        self.cfg, self.task, self.device, self.folder, self.log = cfg, learned, device, folder, log
+        self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
         self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
         self.model.to(device)
         calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
+        self.meter = StepMeter(self.model)
         if cfg.compile:
             compile_blocks(self.model)
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
-        self.meter = probe.GradientMeter(self.model)
         self.held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
-        self.probe_batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
-        self.blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
-        prefix = {name: f"{name}_" if len(self.model.stacks) > 1 else "" for name in self.model.stacks}
-        self.block_names = [f"grad_norm/{prefix[name]}layer_{layer:03d}" for name, layer in self.blocks]
+        batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
+        self.profile = Profile(
+            self.model, lambda *batch: self.objective(*batch)[0], batches, layer_drop=cfg.probe.layer_drop
+        )
+        blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
+        self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
         self.clock = Clock()
-        self.pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-        self.diverged = False  # a loss or gradient norm that was read was not finite
-        self.layer_norms: deque[np.ndarray] = deque(maxlen=cfg.spikes.window)
 
     def run(self) -> dict[str, Any]:
-        cfg = self.cfg
-        warm = cfg.optim.warmup_steps
+        cfg, stop, journal = self.cfg, self.cfg.stop, self.journal
         init_val_loss = self.evaluate()
+        stopped = None
         for step in range(cfg.steps):
             row: dict[str, Any] = {
                 "step": step,
@@ -128,27 +129,44 @@ class _Fit:
             }
             if _due(step, cfg.eval.every):
                 row["val_loss"] = init_val_loss if step == 0 else self.evaluate()
-            if step in {0, warm} or _due(step, cfg.probe.every):
-                self.profile(step)
-
-            objective, loss = self.objective(*self.to_device(self.task.batch(cfg.seed, step)))
-            objective.backward()
-            norms = self.meter.gradients()
+            if self.profiled(step):
+                self.write_profile(step)
+            if journal.ended:
+                break
+            batch = self.to_device(self.task.batch(cfg.seed, step))
+            loss = self.backward(batch)
+            norms, nonfinite = self.meter.gradients()
             self.update(row["lr"], norms)
-            self.pending.append((row, loss.detach(), norms, self.meter.update()))
+            others = self.meter.update(self.optimizer)
+            if cfg.probe.sharpness and self.profiled(step):
+                row["critical_sharpness"] = self.sharpness(batch, row["lr"])
+            journal.add(row, loss, norms, nonfinite, others)
 
             if (step + 1) % cfg.log.every == 0 or step + 1 == cfg.steps:
-                self.flush()
-            if self.diverged:
-                return self.result(init_val_loss, math.nan)
-        self.profile(cfg.steps)
-        return self.result(init_val_loss, self.evaluate() if cfg.steps else init_val_loss)
+                journal.flush(self.clock.lap())
+                if journal.ended:
+                    break
+                if stop.hopeless and journal.hopeless(init_val_loss):
+                    stopped = "hopeless"
+                    break
+        if journal.ended:
+            return self.result(init_val_loss, float("nan"), "not finite")
+        self.write_profile(len(journal.losses))
+        return self.result(init_val_loss, self.evaluate() if cfg.steps else init_val_loss, stopped)
+
+    def backward(self, batch: Batch) -> Tensor:
+        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
+        losses = []
+        for part, share in micro_batches(batch, self.cfg.micro_batch):
+            objective, loss = self.objective(*part)
+            (objective * share).backward()
+            losses.append(loss.detach() * share)
+        return sum(losses[1:], losses[0])
 
     def update(self, lr: float, norms: Tensor) -> None:
         """Clip by the global norm if asked, then one optimizer step at rate lr."""
         if self.cfg.optim.clip is not None:
-            total = torch.linalg.vector_norm(norms).float()
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.optim.clip, total)
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.optim.clip, global_norm(norms))
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         self.meter.before_update()
@@ -175,110 +193,70 @@ class _Fit:
     def evaluate(self) -> float:
         """Mean loss over the held-out batches."""
         with self.measuring():
+            if self.journal.ended:
+                return float("nan")
             self.model.eval()
             losses = [self.objective(*batch)[1] for batch in self.held_out]
             self.model.train()
             return torch.stack(losses).mean().item()
 
-    def profile(self, step: int) -> None:
+    def profiled(self, step: int) -> bool:
+        """Whether this step gets a full profile: the first, the one after warm-up, and each probe.every."""
+        return step in {0, self.cfg.optim.warmup_steps} or _due(step, self.cfg.probe.every)
+
+    def write_profile(self, step: int) -> None:
         """Full per-layer profile of the weights before update `step`."""
-        if self.cfg.probe.batches:
-            with self.measuring():
-                table = probe.profile(self.model, lambda *batch: self.objective(*batch)[0], self.probe_batches)
+        with self.measuring():
+            if self.cfg.probe.batches and not self.journal.ended:
+                table = self.profile()
+                if step < self.cfg.steps:  # the step itself records these
+                    table = table[table.stat != "weight_norm"]
                 self.folder.layers(step, table)
+
+    def sharpness(self, batch: Batch, lr: float) -> float:
+        """Along the update that was just made, on its own batch."""
+
+        def loss() -> Tensor:
+            return self.objective(*batch)[1]
+
+        with self.measuring():
+            self.model.eval()
+            found = critical_sharpness(loss, self.meter.weights, self.meter.last_update, lr)
+            self.model.train()
+            return found
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Keep the time of a measurement out of the time of the steps."""
-        self.flush()
+        """Keep the time of a measurement out of the time of the steps, and its rows behind theirs."""
+        self.journal.flush(self.clock.lap())
         with self.clock.paused():
             yield
 
-    def flush(self) -> None:
-        """Read the device buffer once, and write its rows up to the first non-finite one of the run."""
-        if self.diverged or not self.pending:
-            return
-        rows, losses, norms, updates = zip(*self.pending, strict=True)
-        self.pending.clear()
-        loss_ = torch.stack(losses).tolist()
-        norms_ = torch.stack(norms).double().cpu().numpy()
-        update_ = torch.stack(updates).tolist()
-        total = np.linalg.norm(norms_, axis=1).tolist()
-        seconds = self.clock.lap() / len(rows)
-        bad = verdict.first_nonfinite(loss_, total)
-        self.diverged = bad is not None
-        count = len(rows) if bad is None else bad + 1
-        written = [
-            row | {"loss": loss_[i], "grad_norm": total[i], "update_norm": update_[i], "seconds": seconds}
-            for i, row in enumerate(rows[:count])
-        ]
-        self.folder.metrics(written)
-        self.folder.weight_grad_norms(rows[0]["step"], self.meter.ids, norms_[:count])
-        by_layer = self.by_layer(norms_[:count])
-        for row, layers in zip(written, by_layer, strict=True):
-            named = {WANDB_NAMES[k]: v for k, v in row.items() if k in WANDB_NAMES}
-            each = dict(zip(self.block_names, layers.tolist(), strict=True))
-            self.log.row(row["step"], named | each)
-        self.losses += loss_[:count]
-        self.grad_norms += total[:count]
-        self.layer_norms.extend(by_layer)
-        self.log.progress(count, loss=loss_[count - 1], lr=rows[count - 1]["lr"], grad=total[count - 1])
-
-    def by_layer(self, norms: np.ndarray) -> np.ndarray:
-        """(steps, tensors) -> (steps, blocks): L2 norm over the tensors of each block, in the order of self.blocks."""
-        owner = [(tensor.stack, tensor.layer) for tensor in self.meter.ids]
-        mine = [[i for i, block in enumerate(owner) if block == wanted] for wanted in self.blocks]
-        return np.stack([np.linalg.norm(norms[:, columns], axis=1) for columns in mine], axis=1)
-
-    def result(self, init_val_loss: float, final_val_loss: float) -> dict[str, Any]:
+    def result(self, init_val_loss: float, final_val_loss: float, stopped: str | None) -> dict[str, Any]:
         """The numbers of run.json. h1 and h2 are those of the evaluated tokens, as the verdict uses them."""
-        cfg = self.cfg
+        cfg, losses = self.cfg, self.journal.losses
 
         def reference(known: int) -> float:
             return float(np.mean([self.task.reference_loss(batch, known) for batch in self.held_out]))
 
+        h1, h2 = reference(0), reference(1)
         exact = self.task.source.entropy_rate is not None and cfg.model.arch != "encoder"  # which sees both sides
-        found = spikes.find(self.losses, **cfg.spikes.model_dump())
-        result: dict[str, Any] = {
-            "verdict": None,
-            "reason": "no training: initialisation only",
+        judged = self.journal.judged(init_val_loss=init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
+        self.journal.close()
+        tokens = len(losses) * cfg.data.batch_size * cfg.model.context
+        return {
             "parameters": count_parameters(self.model),
-            "steps_done": len(self.losses),
-            "h1": reference(0),
-            "h2": reference(1),
+            "steps_done": len(losses),
+            "stopped": stopped,
+            "h1": h1,
+            "h2": h2,
             "init_val_loss": init_val_loss,
             "final_val_loss": final_val_loss,
-            "final_loss": self.losses[-1] if self.losses else None,
-            "excess_loss": final_val_loss - reference(cfg.model.context) if exact else None,
+            "final_loss": losses[-1] if losses else None,
+            "excess_loss": final_val_loss - reference(self.task.window) if exact else None,
             "seconds": self.clock.total,
-            "tokens_per_second": None,
-            "spike_count": len(found),
-            "spikes": [asdict(s) for s in found],
-            "detector": cfg.spikes.model_dump() | cfg.verdict.model_dump(),
-        }
-        if not cfg.steps:
-            return result
-        judged = verdict.judge(
-            losses=self.losses,
-            grad_norms=self.grad_norms,
-            init_val_loss=init_val_loss,
-            final_val_loss=final_val_loss,
-            h1=result["h1"],
-            h2=result["h2"],
-            spikes=found,
-            spike_patience=cfg.spikes.min_history,
-            stalled_below=cfg.verdict.stalled_below,
-        )
-        bad = judged.first_bad_step
-        history = np.array(self.layer_norms).T.tolist()
-        broken = verdict.first_bad_layer(dict(enumerate(history)))
-        stack, layer = (None, None) if broken is None else self.blocks[broken]
-        return result | {
-            **asdict(judged),
-            "tokens_per_second": len(self.losses) * cfg.data.batch_size * cfg.model.context / self.clock.total,
-            "first_bad_lr": None if bad is None else optim.learning_rate(cfg.optim, bad, cfg.steps),
-            "first_bad_stack": stack,
-            "first_bad_layer": layer,
+            "tokens_per_second": tokens / self.clock.total if losses else None,
+            **judged,
         }
 
 

@@ -1,0 +1,188 @@
+"""What a run's steps told, read from the device now and then: written down, watched live, and summed up at the end."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from normlab import meter, optim, relabel, store, verdict
+from normlab.config import Config
+from normlab.log import Log
+from normlab.spikes import Detector, log_norm
+from normlab.tensors import TensorId
+
+WANDB_NAMES = {
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "update_norm": "train/update_norm",
+    "tokens": "train/tokens",
+    "seconds": "train/seconds_per_step",
+    "critical_sharpness": "train/critical_sharpness",
+    "val_loss": "val/loss",
+}
+Block = tuple[str, int]  # stack, layer
+
+
+class Journal:
+    """The rows of one run. Steps wait on the device until `flush`, which reads them all at once."""
+
+    def __init__(
+        self, cfg: Config, folder: store.RunFolder, log: Log, ids: list[TensorId], blocks: list[Block]
+    ) -> None:
+        self.cfg, self.folder, self.log, self.ids, self.blocks = cfg, folder, log, ids, blocks
+        owner = [(tensor.stack, tensor.layer) for tensor in ids]
+        self._columns = [[i for i, block in enumerate(owner) if block == wanted] for wanted in blocks]
+        several = len({stack for stack, _ in blocks}) > 1
+        self._names = [f"grad_norm/{f'{s}_' if several else ''}layer_{layer:03d}" for s, layer in blocks]
+        self._pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.first_bad: int | None = None
+        self._before: deque[Mapping[str, np.ndarray]] = deque(maxlen=128)  # per block, newest last
+        self._labels = {name: rule.label(name, cfg.steps) for name, rule in cfg.spikes.rules.items()}
+        self.detectors: dict[tuple[str, str], Detector] = {}
+        for name, rule in cfg.spikes.rules.items():
+            self.detectors["loss", name] = Detector(rule.for_run(cfg.steps))
+            self.detectors["grad_norm", name] = Detector(rule.for_run(cfg.steps).for_norms())
+
+    def add(self, row: dict[str, Any], loss: Tensor, norms: Tensor, nonfinite: Tensor, others: Tensor) -> None:
+        """One step: meter.STATS are `norms`, then `others`, each over the tensors."""
+        self._pending.append((row, loss, torch.cat((norms[None], others)), nonfinite))
+
+    def flush(self, seconds: float) -> None:
+        """Read what waits, `seconds` of training, write it; up to the first non-finite step if the run ends there."""
+        if not self._pending or self.ended:
+            return
+        rows, losses, stats, nonfinite = zip(*self._pending, strict=True)
+        self._pending.clear()
+        loss = torch.stack(losses).double().cpu().numpy()
+        values = torch.stack(stats).double().cpu().numpy()  # (steps, stats, tensors)
+        bad_counts = torch.stack(nonfinite).double().cpu().numpy()
+        total = np.linalg.norm(values[:, [0, 2]], axis=2)  # of gradients and updates
+        count = self._watch_finite(loss.tolist(), total[:, 0].tolist())
+        written = [
+            row | {"loss": loss[i].item(), "grad_norm": total[i, 0].item(), "update_norm": total[i, 1].item(),
+                   "seconds": seconds / len(rows)}
+            for i, row in enumerate(rows[:count])
+        ]  # fmt: skip
+        by_stat = {stat: values[:count, i] for i, stat in enumerate(meter.STATS)}
+        if np.isnan(by_stat["below_eps"]).all():  # an optimizer without it
+            del by_stat["below_eps"]
+        if bad_counts[:count].any():
+            by_stat["nonfinite"] = bad_counts[:count]
+        with store.unbroken():
+            self.folder.metrics(written)
+            self.folder.step_statistics(rows[0]["step"], self.ids, by_stat)
+        by_block = {stat: self._by_block(values[:count, i]) for i, stat in enumerate(meter.STATS[:3])}
+        self._before.extend({stat: found[i] for stat, found in by_block.items()} for i in range(count))
+        for i, row in enumerate(written):
+            self._show(row, by_block["weight_grad_norm"][i])
+        self.losses += loss[:count].tolist()
+        self.grad_norms += total[:count, 0].tolist()
+        self.log.progress(count, loss=self.losses[-1], lr=rows[count - 1]["lr"], grad=self.grad_norms[-1])
+
+    def _watch_finite(self, losses: list[float], grad_norms: list[float]) -> int:
+        """How many of these steps are kept; notes the run's first non-finite one."""
+        bad = verdict.first_nonfinite(losses, grad_norms)
+        if bad is None or self.first_bad is not None:
+            return len(losses)
+        self.first_bad = len(self.losses) + bad
+        self.log.alert("diverged", f"{self.folder.path.name}: loss or gradient not finite at step {self.first_bad}")
+        return bad + 1 if self.cfg.stop.nonfinite else len(losses)
+
+    def _by_block(self, norms: np.ndarray) -> np.ndarray:
+        """(steps, tensors) -> (steps, blocks): L2 norm over the tensors of each block."""
+        return np.stack([np.linalg.norm(norms[:, columns], axis=1) for columns in self._columns], axis=1)
+
+    def _show(self, row: Mapping[str, Any], layers: np.ndarray) -> None:
+        """One W&B row: the metrics, the blocks' gradients, each detector's z, and a mark where the loss is a spike."""
+        shown = {WANDB_NAMES[k]: v for k, v in row.items() if k in WANDB_NAMES}
+        shown |= dict(zip(self._names, layers.tolist(), strict=True))
+        for (series, name), detector in self.detectors.items():
+            z = detector.push(log_norm(row[series]) if series == "grad_norm" else row[series])
+            if math.isfinite(z):
+                shown[f"spikes/{series}_{self._labels[name]}"] = z
+            if series == "loss" and name == self.cfg.spikes.judge and detector.flagged:
+                shown["train/loss_spike"] = row["loss"]
+        self.log.row(row["step"], shown)
+
+    @property
+    def ended(self) -> bool:
+        """A non-finite step was read, and the run stops at those."""
+        return self.first_bad is not None and self.cfg.stop.nonfinite
+
+    def hopeless(self, init_val_loss: float) -> bool:
+        rule = self.cfg.verdict
+        return verdict.hopeless(self.losses, init_val_loss, rule.rise, rule.patience) is not None
+
+    def judged(self, *, init_val_loss: float, final_val_loss: float, h1: float, h2: float) -> dict[str, Any]:
+        """Spikes, verdict, and where it began: the part of run.json that the rules decide."""
+        cfg = self.cfg
+        found = relabel.judged(
+            rules(cfg),
+            losses=self.losses,
+            grad_norms=self.grad_norms,
+            steps=cfg.steps,
+            warmup_steps=cfg.optim.warmup_steps,
+            init_val_loss=init_val_loss,
+            final_val_loss=final_val_loss,
+            h1=h1,
+            h2=h2,
+        )
+        if not cfg.steps:
+            return {**found, "verdict": None, "reason": "no training: initialisation only", "first_bad_step": None}
+        bad = found["first_bad_step"]
+        rate = None if bad is None else optim.learning_rate(cfg.optim, bad, cfg.steps)
+        return found | {"first_bad_lr": rate} | self._first_bad_layer()
+
+    def _first_bad_layer(self) -> dict[str, Any]:
+        """The block to blame for the first non-finite step, and every block's last finite numbers."""
+        nothing = {"first_bad_stack": None, "first_bad_layer": None, "first_bad_layer_why": None, "last_finite": None}
+        if not self.ended or not self._before:
+            return nothing
+        history = {stat: np.stack([step[stat] for step in self._before]) for stat in self._before[-1]}
+        first = len(self.losses) - len(self._before)
+        blame = verdict.first_bad_layer(
+            history["weight_norm"],
+            history["weight_grad_norm"],
+            factor=self.cfg.verdict.out_of_range,
+            window=len(self._before),
+            first_step=first,
+        )
+        if blame is None:
+            return nothing
+        finite = [i for i in range(len(self._before)) if all(np.isfinite(h[i]).all() for h in history.values())]
+        last = {stat: h[finite[-1]].tolist() for stat, h in history.items()} if finite else None
+        stack, layer = self.blocks[blame.index]
+        return {
+            "first_bad_stack": stack,
+            "first_bad_layer": layer,
+            "first_bad_layer_why": blame.why,
+            "last_finite": last and {"step": first + finite[-1], **last},
+        }
+
+    def close(self) -> None:
+        """The spikes as a W&B table."""
+        columns = ["series", "detector", "start", "end", "peak", "height", "z", "offset"]
+        rows = [
+            [series, self._labels[name], s.start, s.end, s.peak, s.height, s.z, s.offset]
+            for (series, name), detector in self.detectors.items()
+            for s in detector.events
+        ]
+        if rows:
+            self.log.table("spikes/events", columns, rows)
+
+
+def rules(cfg: Config) -> dict[str, Any]:
+    """The rules that label a run, as its record keeps them and normlab.relabel takes them."""
+    return {
+        "version": verdict.RULES_VERSION,
+        "spikes": cfg.spikes.model_dump(exclude={"judge"}),
+        "judge": cfg.spikes.judge,
+        "verdict": cfg.verdict.model_dump(),
+    }

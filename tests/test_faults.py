@@ -1,0 +1,156 @@
+"""Planted faults in real runs are found, named and placed; early stopping never changes what a run is called."""
+
+import math
+
+import pytest
+import torch
+from conftest import compose, tiny
+
+from normlab import store
+from normlab.results import load
+from normlab.train import _Fit, train
+
+BASE = ["model.depth=4", "log.every=3"]
+
+
+def plant(monkeypatch, at: int, act) -> None:
+    """Run act(fit) just before the forward pass of step `at`."""
+    backward, calls = _Fit.backward, []
+
+    def planted(fit, batch):
+        if len(calls) == at:
+            with torch.no_grad():
+                act(fit)
+        calls.append(1)
+        return backward(fit, batch)
+
+    monkeypatch.setattr(_Fit, "backward", planted)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3])
+@pytest.mark.parametrize("tensor", ["attn.w_qkv", "ffn.w_out", "ffn_residual.norm"])
+def test_a_nan_in_the_weights_of_a_layer_names_that_layer(tmp_path, monkeypatch, layer, tensor):
+    """Every gradient is NaN, every weight after the update too: the weight norms before it tell."""
+
+    def act(fit):
+        fit.model.decoder.blocks[layer].get_submodule(tensor).weight.view(-1)[0] = math.nan
+
+    plant(monkeypatch, 4, act)
+    record = train(tiny(tmp_path, *BASE, "steps=12"))
+    assert (record["verdict"], record["first_bad_step"], record["first_bad_layer"]) == ("diverged", 4, layer)
+    assert record["steps_done"] == 5
+    assert "weight" in record["first_bad_layer_why"]
+    last = record["last_finite"]
+    assert last["step"] == 3
+    assert {"weight_grad_norm", "weight_norm", "update_norm"} <= set(last)
+    assert all(len(values) == 4 and all(map(math.isfinite, values)) for k, values in last.items() if k != "step")
+    layers = load(tmp_path).layers
+    counted = layers[(layers.stat == "nonfinite") & (layers.value > 0)]
+    assert set(counted.step) == {4}
+
+
+def test_an_exploding_layer_is_named_when_its_gradient_left_its_range_first(tmp_path, monkeypatch):
+    """Layer 1's W_out grows a thousandfold for two steps before layer 3's overflows the loss."""
+
+    def grow(fit):
+        fit.model.decoder.blocks[1].ffn.w_in.weight.grad = None
+
+    plant(monkeypatch, 5, grow)
+    measure = _Fit.update
+    steps = []
+
+    def update(fit, lr, norms):
+        steps.append(1)
+        index = next(i for i, t in enumerate(fit.meter.ids) if t.layer == 1 and t.tensor == "in")
+        if len(steps) in (7, 8):
+            norms[index] *= 1e4
+        if len(steps) == 9:
+            norms.fill_(math.inf)
+        measure(fit, lr, norms)
+
+    monkeypatch.setattr(_Fit, "update", update)
+    record = train(tiny(tmp_path, *BASE, "steps=12"))
+    assert (record["verdict"], record["first_bad_step"], record["first_bad_layer"]) == ("diverged", 8, 1)
+
+
+def test_a_rate_that_is_too_high_is_diverged_at_the_step_that_broke(tmp_path):
+    overrides = [*BASE, "optim=sgd", "optim.lr=1e5", "model.placement=none", "steps=30"]
+    record = train(tiny(tmp_path, *overrides))
+    steps = load(tmp_path).steps
+    assert record["verdict"] == "diverged"
+    bad = record["first_bad_step"]
+    assert not math.isfinite(steps.loss[bad]) or not math.isfinite(steps.grad_norm[bad])
+    assert steps.loss[:bad].map(math.isfinite).all()
+    assert steps.grad_norm[:bad].map(math.isfinite).all()
+
+
+def test_a_rate_that_only_raises_the_loss_is_diverged_too(tmp_path):
+    record = train(tiny(tmp_path, *BASE, "optim.lr=1.0", "steps=40", "model.placement=pre"))
+    assert record["final_val_loss"] > record["init_val_loss"]
+    assert record["verdict"] == "diverged"
+
+
+@pytest.mark.parametrize("how", ["tiny rate", "no gradient"])
+def test_frozen_weights_are_stalled(tmp_path, monkeypatch, how):
+    if how == "no gradient":
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_a, **_k: None)
+    record = train(tiny(tmp_path, *BASE, "optim.lr=1e-30" if how == "tiny rate" else "optim.lr=1e-3", "steps=20"))
+    assert record["final_val_loss"] == record["init_val_loss"]
+    assert record["verdict"] == "stalled"
+
+
+LABEL = ["verdict", "first_bad_step", "first_bad_lr"]
+
+
+def test_stopping_at_a_non_finite_step_does_not_change_the_verdict(tmp_path):
+    overrides = [*BASE, "optim=sgd", "optim.lr=1e6", "model.placement=none", "steps=20"]
+    stopped = train(tiny(tmp_path, *overrides, "study=stopped"))
+    through = train(tiny(tmp_path, *overrides, "stop.nonfinite=false", "study=through"))
+    assert stopped["stopped"] == "not finite"
+    assert (through["stopped"], through["steps_done"]) == (None, 20)
+    assert stopped["steps_done"] < 20
+    assert [stopped[k] for k in LABEL] == [through[k] for k in LABEL]
+    assert len(load(tmp_path / "through").steps) == 20
+
+
+def test_stopping_a_hopeless_run_does_not_change_the_verdict(tmp_path):
+    overrides = [*BASE, "optim.lr=1.0", "steps=40", "verdict.patience=8"]
+    stopped = train(tiny(tmp_path, *overrides, "stop.hopeless=true", "study=stopped"))
+    through = train(tiny(tmp_path, *overrides, "study=through"))
+    assert stopped["stopped"] == "hopeless"
+    assert stopped["steps_done"] < through["steps_done"] == 40
+    assert [stopped[k] for k in LABEL] == [through[k] for k in LABEL]
+    assert stopped["verdict"] == "diverged"
+
+
+def test_the_rules_are_stored_and_are_no_part_of_the_identity(tmp_path):
+    record = train(tiny(tmp_path, "spikes.mad.kappa=5"))
+    assert record["detector"]["spikes"]["mad"]["kappa"] == 5
+    assert record["detector"]["version"] >= 2
+    assert record["detector"]["verdict"]["stalled_below"] == 0.1
+
+    def identity(*overrides):
+        return store.run_id(compose(*overrides), "a", "cpu")
+
+    same = ["spikes.mad.kappa=5", "spikes.judge=olmo", "verdict.rise=0.5", "verdict.stalled_below=0.2"]
+    assert {identity(o) for o in same} == {identity()}
+    assert identity("stop.hopeless=true") != identity()
+
+
+def test_spikes_reach_wandb_as_they_happen(tmp_path, monkeypatch):
+    """A planted jump of the output head: a z series per detector, a mark on the loss, a table at the end."""
+    import json
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    plant(monkeypatch, 100, lambda fit: fit.model.head.out.weight.mul_(30))
+    record = train(tiny(tmp_path, "steps=130", "log=offline", "optim.lr=1e-3"))
+    assert [s["start"] for s in record["spikes"]] == [100]
+    assert record["spikes"][0]["lead"] == 0
+    (log,) = Path(tmp_path).rglob("*.wandb")
+    leet = Path(sys.executable).with_name("wandb")
+    told = subprocess.run([leet, "leet", "inspect", "--json", log], capture_output=True, text=True, check=True).stdout
+    assert "train/loss_spike" in told
+    assert "spikes/loss_mad" in told
+    assert "spikes/events" in json.dumps(told)
