@@ -12,9 +12,12 @@ from pathlib import Path
 import pandas as pd
 
 import arms
+import fig_gradient_decay
 import fig_gradient_heatmap
 import fig_hidden_growth
+import fig_jacobian
 import fig_loss_curves
+import fig_spike_sensitivity
 import fig_xiong_depth
 import fig_xiong_gradients
 import fig_xiong_warmup
@@ -27,10 +30,13 @@ from normlab.results import Results
 FIGURES = (
     fig_xiong_warmup,
     fig_loss_curves,
+    fig_spike_sensitivity,
     fig_gradient_heatmap,
     fig_xiong_gradients,
     fig_xiong_depth,
     fig_hidden_growth,
+    fig_gradient_decay,
+    fig_jacobian,
 )
 
 PAGE = """<!doctype html>

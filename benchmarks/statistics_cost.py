@@ -92,7 +92,9 @@ class WandbWatch(Bare):
     def __init__(self, cfg: Config, folder: Path) -> None:
         super().__init__(cfg)
         settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
-        self.run = wandb.init(mode="offline", dir=folder, project="bench", settings=settings, reinit="create_new")
+        self.run = wandb.init(  # wandb.watch logs to the process's one run
+            mode="offline", dir=folder, project="bench", settings=settings
+        )
         self.run.watch(self.model, log="gradients", log_freq=1)
 
     def train(self) -> None:

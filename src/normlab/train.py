@@ -210,7 +210,7 @@ class _Fit:
             if self.cfg.probe.batches and not self.journal.ended:
                 table = self.profile()
                 if step < self.cfg.steps:  # the step itself records these
-                    table = table[table.stat != "weight_norm"]
+                    table = table.query("stat != 'weight_norm'")
                 self.folder.layers(step, table)
 
     def sharpness(self, batch: Batch, lr: float) -> float:
