@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 from conftest import ROOT, compose
 
-from normlab import cli, config, verdict
+from normlab import cli, config, config_model, verdict
 from normlab.explain import ConfigError
 from normlab.init import INITS
 from normlab.optim import OPTIMIZERS, SCHEDULES
@@ -134,7 +134,7 @@ def test_every_key_is_read(tmp_path, monkeypatch):
 
 
 def test_the_tables_have_the_rows_that_the_config_accepts():
-    assert set(get_args(config.InitName)) == set(INITS)
+    assert set(get_args(config_model.InitName)) == set(INITS)
     assert set(get_args(config.OptimizerName)) == set(OPTIMIZERS)
     assert set(get_args(config.ScheduleName)) == set(SCHEDULES)
 

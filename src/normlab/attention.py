@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normlab.config import ModelConfig
+from normlab.config_model import ModelConfig
 from normlab.ffn import scaled
 from normlab.norm import NORMS
 from normlab.position import Rotary

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normlab.config import InitName, ModelConfig
+from normlab.config_model import InitName, ModelConfig
 from normlab.model import Model
 from normlab.norm import BatchNorm
 from normlab.residual import PLACEMENTS, Admin

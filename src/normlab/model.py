@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normlab.attention import Attention
-from normlab.config import ModelConfig
+from normlab.config_model import ModelConfig
 from normlab.ffn import ACTIVATIONS, FFN, MoE, scaled
 from normlab.norm import NORMS
 from normlab.position import RelativeBias, Rotary, sinusoid

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from normlab.config import ModelConfig
+from normlab.config_model import ModelConfig
 from normlab.ffn import ACTIVATIONS
 from normlab.init import GAINED, INITS, ONTO_STREAM
 from normlab.residual import PLACEMENTS, Where, deepnorm_alpha
