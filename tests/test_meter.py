@@ -37,18 +37,25 @@ def norm(x: torch.Tensor) -> float:
     return math.sqrt(sum(v * v for v in x.double().flatten().tolist()))
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_statistics_against_a_plain_loop(shape, name):
-    """Three steps; 1e-5 relative: sums of float32 rows run in float32 where that is safe."""
+def test_statistics_against_a_plain_loop(shape, name, half):
+    """Three steps, under bf16 autocast too, with two backward passes each and clipping after the measurement.
+
+    1e-5 relative: sums of float32 rows run in float32 where that is safe."""
     model, _ = made(*shape)
     meter = StepMeter(model)
     cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.eps=1e-5")
     optimizer = optim.make(model, cfg.optim, cfg.model)
     for step in range(3):
-        model.loss(*batch(model)).backward()
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = model.loss(*batch(model)) / 2
+            loss.backward()
         grads = {str(e.id): norm(e.of(e.parameter.grad)) for e in tensors(model)}
         norms, bad = meter.gradients()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert not bad.any()
         before = {str(e.id): e.value.clone() for e in tensors(model)}
         meter.before_update()
