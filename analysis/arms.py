@@ -100,7 +100,8 @@ def settings_in_order(settings: Iterable[str]) -> list[str]:
 
 def _settings(runs: pd.DataFrame) -> list[str]:
     """Columns that say what a run is, as opposed to where it lies and what came of it."""
-    dotted = [c for c in runs.columns if "." in c and not c.startswith(("log.", "data."))]
+    rules = ("spikes.", "verdict.")  # they label a run and can be changed afterwards
+    dotted = [c for c in runs.columns if "." in c and not c.startswith(("log.", "data.", *rules))]
     return [c for c in [*dotted, DATA, "data.batch_size", "steps", "precision", "compile", "device"] if c in runs]
 
 

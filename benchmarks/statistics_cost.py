@@ -83,7 +83,7 @@ class Watched(Bare):
         self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self) -> None:
-        self.journal.flush(0.0)
+        self.journal.flush(lambda: 0.0)
 
 
 class WandbWatch(Bare):
@@ -126,7 +126,7 @@ def profile_seconds(depth: int) -> float:
     model = build(cfg.model, source.vocab)
     initialise(model, cfg.model, seed=0)
     batches: list = source.held_out(cfg.probe.batches, cfg.data.batch_size, cfg.model.context)
-    take = Profile(model, model.loss, batches, layer_drop=False)
+    take = Profile(model, model.objective, batches, layer_drop=False)
     take()
     start = time.perf_counter()
     take()

@@ -87,7 +87,8 @@ def test_profile_of_the_last_block_against_recomputation(placement):
             joined = residual(x, f)
             at = (2, site)
             assert table[(*at, None, "branch_rms")] == pytest.approx(branch.square().mean().sqrt().item(), rel=1e-5)
-            share = branch.var(correction=0) / (x + branch).var(correction=0)
+            joins = residual.norm_out(branch) if placement == "sandwich" else branch
+            share = joins.var(correction=0) / (x + joins).var(correction=0)
             assert table[(*at, None, "branch_share")] == pytest.approx(share.item(), rel=1e-4)
             read = x + branch if placement == "post" else x
             assert table[(*at, "norm", "norm_input_rms")] == pytest.approx(read.square().mean().sqrt().item(), rel=1e-5)
@@ -114,6 +115,62 @@ def test_profile_of_the_last_block_against_recomputation(placement):
     assert flat[("head", None, "log_z")] == pytest.approx(logits.exp().sum(-1).log().mean().item(), rel=1e-5)
 
 
+SKIPS = {  # what the branch is added to, where that is not x itself; s the residual, x what it gets
+    "deepnorm": lambda s, x: s.alpha * x,
+    "admin": lambda s, x: s.scale * x,
+    "admin_fixed": lambda s, x: s.omega * x,
+    "keel": lambda s, x: s.alpha * x,
+    "hybrid_norm": lambda s, x: s.norm(x),
+    "normformer": lambda s, x: s.scale * x,
+    "no_residual": lambda s, x: 0 * x,
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_branch_share_is_that_of_what_joins(placement):
+    """Var of what is added over Var of the sum, at the last FFN: of the output, or of what the outer norm reads."""
+    model, (drawn,) = made(f"model.placement={placement}").eval(), batches(1)
+    with torch.no_grad():
+        for p in model.parameters():  # away from scales that start at 0
+            p.add_(0.2 * torch.randn_like(p))
+    residual, kept = model.decoder.blocks[2].ffn_residual, {}
+    handles = [residual.register_forward_hook(lambda _m, args, out: kept.update(x=args[0], out=out))]
+    outer = {"keel": "norm_out"}.get(placement, "norm")
+    if placement in {"post", "deepnorm", "admin", "admin_fixed", "b2t", "resi_dual", "keel"}:
+        norm = residual.get_submodule(outer)
+        handles.append(norm.register_forward_hook(lambda _m, args, _out: kept.update(total=args[0])))
+    with torch.no_grad():
+        model(drawn[0])
+    for handle in handles:
+        handle.remove()
+    x = kept["x"]
+    if placement == "b2t":
+        skip = x[0] + x[1]
+    elif placement == "resi_dual":
+        skip = x[0]
+    else:
+        skip = SKIPS.get(placement, lambda _s, x: x)(residual, x)
+    total = kept.get("total", kept["out"])
+    expected = ((total - skip).var(correction=0) / total.var(correction=0)).item()
+    table = profile(model, model.loss, [drawn]).set_index(["layer", "site", "stat"]).value
+    assert table[(2, "ffn", "branch_share")] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_largest_logit_is_the_largest_of_all_batches():
+    model, drawn = made(), batches(4)
+    each = [profile(model, model.loss, [b]).set_index(["layer", "stat"]).value[(1, "attn_logit_max")] for b in drawn]
+    whole = profile(model, model.loss, drawn).set_index(["layer", "stat"]).value[(1, "attn_logit_max")]
+    assert whole == max(each) > sum(each) / 4
+
+
+def test_a_norm_that_is_not_there_has_no_rows():
+    model = made("model.placement=post")
+    table = profile(model, model.loss, batches(1))
+    assert "final_norm" not in set(table.site)
+    bare = made("model.norm=none")
+    assert not profile(bare, bare.loss, batches(1)).stat.str.startswith("norm_").any()
+
+
 @pytest.mark.parametrize("arch", ["decoder", "encoder", "encoder_decoder"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_block_of_every_placement_has_its_statistics(placement, arch):
@@ -131,7 +188,7 @@ def test_every_block_of_every_placement_has_its_statistics(placement, arch):
 
 def test_output_change_is_that_of_the_fixed_batch():
     model, drawn = made(), batches(2)
-    take = Profile(model, model.loss, drawn, layer_drop=False)
+    take = Profile(model, model.objective, drawn, layer_drop=False)
     assert "output_change" not in set(take().stat)
     before = model(drawn[0][0])
     with torch.no_grad():
@@ -166,6 +223,41 @@ def test_critical_sharpness_of_a_quadratic_is_its_curvature(lr):
         found = critical_sharpness(lambda w=weights, h=h: h / 2 * w.square().sum(), weights, update, lr)
         assert h * 15 / 16 <= found <= h * (1 + 1e-9)
         assert torch.equal(weights, after)
+
+
+def test_critical_sharpness_of_what_is_broken_already():
+    weights, update = torch.tensor([math.nan]), torch.tensor([1.0])
+    assert math.isnan(critical_sharpness(weights.sum, weights, update, 0.1))
+    weights = torch.tensor([0.0])
+    calls = []
+
+    def worse() -> torch.Tensor:
+        calls.append(1)
+        return torch.tensor(float(len(calls)))
+
+    assert critical_sharpness(worse, weights, update, 0.1) == math.inf
+    assert len(calls) < 60
+
+
+def test_a_run_that_breaks_under_the_probes_is_diverged_all_the_same(tmp_path):
+    asked = ["probe.sharpness=true", "probe.layer_drop=true", "probe.every=1"]
+    record = train(tiny(tmp_path, *asked, "optim=sgd", "optim.lr=1e30", "stop.nonfinite=false"))
+    assert (record["status"], record["verdict"]) == ("finished", "diverged")
+
+
+def test_the_output_s_change_is_the_weights_not_dropout_s(tmp_path):
+    train(tiny(tmp_path, "model.dropout=0.3", "optim.lr=1e-12", "probe.every=2"))
+    layers = load(tmp_path).layers
+    assert (layers[layers.stat == "output_change"].value < 1e-5).all()
+
+
+def test_layer_drop_is_told_in_cross_entropy(tmp_path):
+    for weight in ("0.0", "1000.0"):
+        settings = ["model.ffn=moe", f"model.balance_loss={weight}", "probe.layer_drop=true", "steps=1"]
+        train(tiny(tmp_path, *settings, f"study=w{weight[0]}"))
+    one, two = (load(tmp_path / s).layers for s in ("w0", "w1"))
+    dropped = [t[(t.stat == "layer_drop_loss") & (t.step == 0)].value.tolist() for t in (one, two)]
+    assert dropped[0] == dropped[1]
 
 
 def test_requested_probes_are_recorded_and_change_nothing(tmp_path):

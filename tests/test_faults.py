@@ -1,12 +1,17 @@
 """Planted faults in real runs are found, named and placed; early stopping never changes what a run is called."""
 
 import math
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
 from conftest import compose, tiny
 
 from normlab import store
+from normlab.relabel import relabel
 from normlab.results import load
 from normlab.train import _Fit, train
 
@@ -154,3 +159,75 @@ def test_spikes_reach_wandb_as_they_happen(tmp_path, monkeypatch):
     assert "train/loss_spike" in told
     assert "spikes/loss_mad" in told
     assert "spikes/events" in json.dumps(told)
+
+
+def test_other_rules_for_a_finished_run_reach_its_record(tmp_path):
+    first = train(tiny(tmp_path, "optim.lr=1e-2", "steps=60"))
+    again = train(tiny(tmp_path, "optim.lr=1e-2", "steps=60", "verdict.stalled_below=1.0"))
+    assert again["reused"]
+    assert (first["verdict"], again["verdict"]) == ("stable", "stalled")
+    on_disk = store.read_record(tmp_path / "scratch" / first["run_id"])
+    assert (on_disk["verdict"], on_disk["detector"]["verdict"]["stalled_below"]) == ("stalled", 1.0)
+    assert on_disk["final_val_loss"] == first["final_val_loss"]
+
+
+def test_rules_that_stop_a_run_are_part_of_its_identity(tmp_path):
+    overrides = ["stop.hopeless=true", "optim.lr=0.3", "log.every=1", "steps=40", "model.placement=post"]
+    strict = train(tiny(tmp_path, *overrides, "verdict.patience=1", "verdict.rise=0.0"))
+    patient = train(tiny(tmp_path, *overrides, "verdict.patience=39", "verdict.rise=3.0"))
+    assert strict["run_id"] != patient["run_id"]
+    assert strict["steps_done"] < patient["steps_done"]
+    runs, steps, _ = load(tmp_path)
+    mine = runs[runs.run_id == strict["run_id"]]
+    told = relabel(mine, steps, {"verdict": {"patience": 39, "rise": 3.0}})
+    assert told.fields[0] is None
+    assert "stopped early" in told.note[0]
+
+
+def test_a_run_stopped_as_hopeless_ends_with_a_whole_profile(tmp_path):
+    record = train(tiny(tmp_path, *BASE, "optim.lr=1.0", "steps=40", "verdict.patience=8", "stop.hopeless=true"))
+    layers = load(tmp_path).layers
+    last = layers[layers.step == record["steps_done"]]
+    assert {"weight_norm", "stream_rms", "expected_weight_grad_norm"} <= set(last.stat)
+    keys = ["step", "stack", "layer", "site", "tensor", "stat"]
+    assert not layers.duplicated(keys).any()
+
+
+def test_the_last_profile_has_weight_norms_and_the_seconds_add_up(tmp_path):
+    record = train(tiny(tmp_path, "steps=9", "probe.every=3", "probe.sharpness=true", "eval.every=2"))
+    _, steps, layers = load(tmp_path)
+    assert sorted(layers[layers.stat == "weight_norm"].step.unique()) == list(range(10))
+    assert steps.seconds.sum() == pytest.approx(record["seconds"], rel=1e-6)
+
+
+def test_an_interrupted_run_keeps_the_steps_that_were_made(tmp_path, monkeypatch):
+    def act(_fit):
+        raise KeyboardInterrupt
+
+    plant(monkeypatch, 15, act)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(tmp_path, "steps=30", "log.every=10"))
+    runs, steps, layers = load(tmp_path)
+    assert runs.status.tolist() == ["interrupted"]
+    assert steps.step.tolist() == list(range(15))
+    assert sorted(layers[layers.stat == "update_norm"].step.unique()) == list(range(15))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_what_belongs_together_is_written(number):
+    """With another thread there, as W&B's and torch's are: a signal mask would hold this one back only."""
+    idle = threading.Event()
+    thread = threading.Thread(target=idle.wait)
+    thread.start()
+    before, written = signal.signal(number, signal.default_int_handler), []
+    try:
+        with pytest.raises(KeyboardInterrupt), store.unbroken():
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+            written.append(1)
+        assert written == [1]
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+        idle.set()
+        thread.join()

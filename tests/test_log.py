@@ -67,7 +67,7 @@ def test_what_wandb_is_told(fake, tmp_path):
 
 
 def test_a_failed_run_is_closed_as_failed(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_profiled", lambda *_: 1 / 0)
+    monkeypatch.setattr(probe, "profile", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(tiny(tmp_path, "log=offline"))
     assert fake.exit_codes == [1]

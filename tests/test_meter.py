@@ -8,7 +8,7 @@ from conftest import compose, tiny
 
 from normlab import optim, task
 from normlab.init import initialise
-from normlab.meter import STATS, StepMeter
+from normlab.meter import STATS, Flat, StepMeter
 from normlab.model import Model, build
 from normlab.results import load
 from normlab.tensors import tensors
@@ -181,3 +181,12 @@ def test_statistics_under_bf16_are_those_of_the_float32_weights(tmp_path):
     for stat, close in (("weight_grad_norm", 0.1), ("weight_norm", 1e-5), ("update_norm", 0.2)):
         one, two = (t[(t.stat == stat) & (t.step == 0) & (t.tensor == "out")].value for t in (half, full))
         assert one.tolist() == pytest.approx(two.tolist(), rel=close), stat
+
+
+@pytest.mark.parametrize(
+    "odd", ["model.norm=dyt", "model.norm=scalenorm", "model.placement=rezero", "model.head_bias=true"]
+)
+def test_a_tensor_of_odd_size_does_not_split_the_rows(odd):
+    """Sums run row by row: of one element each, they took ten times as long as the step."""
+    model, _ = made("model.width=64", "model.tie=false", odd)
+    assert Flat(model).row == 64

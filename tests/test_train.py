@@ -184,7 +184,7 @@ def test_an_exception_is_a_failure_with_its_traceback(tmp_path, monkeypatch):
     def broken(*_args, **_kwargs):
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr("normlab.probe._profiled", broken)
+    monkeypatch.setattr("normlab.probe.profile", broken)
     with pytest.raises(RuntimeError, match="disk is gone"):
         train(tiny(tmp_path))
     (folder,) = (tmp_path / "scratch").iterdir()
@@ -201,7 +201,7 @@ def test_an_interrupt_is_marked(tmp_path, monkeypatch):
     def interrupted(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("normlab.probe._profiled", interrupted)
+    monkeypatch.setattr("normlab.probe.profile", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tiny(tmp_path))
     (folder,) = (tmp_path / "scratch").iterdir()

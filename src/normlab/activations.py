@@ -35,7 +35,7 @@ def stream_statistics(x: Tensor) -> dict[str, Tensor]:
     max_abs; top1_over_median: of |x| (massive activations: Sun et al. 2024). kurtosis of the channels' RMS s_j:
     mean s^4 / (mean s^2)^2, 1 to D (He et al. 2024, arXiv 2405.19279).
     """
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    x = _wide(x.detach())
     size, T = x.abs(), x.shape[1]
     unit = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-30)
     pairs = (unit.sum(1).square().sum(-1) - T) / max(T * (T - 1), 1)
@@ -58,7 +58,7 @@ def angular_distance(x: Tensor, y: Tensor) -> Tensor:
 
 def attention_statistics(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
     """(largest score, (H,) entropies): -sum_s p log p, nats, mean over queries (Zhai et al. 2023, arXiv 2303.06296)."""
-    scores_BHTS = scores_BHTS.detach().to(torch.promote_types(scores_BHTS.dtype, torch.float32))
+    scores_BHTS = _wide(scores_BHTS.detach())
     p = scores_BHTS.softmax(-1)
     return scores_BHTS.max(), torch.special.entr(p).sum(-1).mean((0, 2))
 
@@ -109,8 +109,12 @@ def _first(stream: Any) -> Tensor:
     return stream[0] if isinstance(stream, tuple) else stream
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _mean_square(x: Tensor) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32)).square().mean()
+    return _wide(x.detach()).square().mean()
 
 
 def _watch_stream(seen: Seen, module: nn.Module, place: tuple[str, int | None, str, None], handles: list) -> None:
@@ -127,7 +131,8 @@ def _watch_norm(seen: Seen, module: nn.Module, place: tuple[str, int | None, str
         seen.values[(*place, "norm_input_rms")] = _mean_square(args[0]).sqrt()
         seen.values[(*place, "norm_output_rms")] = _mean_square(output).sqrt()
 
-    handles.append(module.register_forward_hook(hook))
+    if not isinstance(module, nn.Identity):  # where there is no norm
+        handles.append(module.register_forward_hook(hook))
 
 
 def _watch_block(seen: Seen, block: Block, name: str, layer: int, handles: list, wrapped: list) -> None:
@@ -143,13 +148,22 @@ def _watch_block(seen: Seen, block: Block, name: str, layer: int, handles: list,
         handles.append(getattr(block, site).register_forward_hook(hook))
 
     def watch_residual(site: str) -> None:
-        def hook(_module: nn.Module, args: tuple, _output: Any) -> None:
-            x, joining = _first(args[0]).detach(), sum(branches[1:], branches[0])
+        residual, sums = getattr(block, f"{site}_residual"), []
+
+        def keep_sum(_module: nn.Module, args: tuple, _output: Tensor) -> None:
+            sums.append(args[0].detach())
+
+        def hook(_module: nn.Module, args: tuple, output: Any) -> None:
+            total = _wide(sums.pop() if sums else _first(output).detach())
+            joining = _wide(sum(branches[1:], branches[0]))
             branches.clear()
-            share = joining.var(correction=0) / (x + joining).var(correction=0)
+            if residual.treated:
+                joining = total - _wide(_first(args[0]).detach())
+            share = joining.var(correction=0) / total.var(correction=0)
             seen.values[(name, layer, site, None, "branch_share")] = share
 
-        residual = getattr(block, f"{site}_residual")
+        if residual.outer is not None:
+            handles.append(residual.get_submodule(residual.outer).register_forward_hook(keep_sum))
         handles.append(residual.register_forward_hook(hook))
         _watch_stream(seen, residual, (name, layer, site, None), handles)
         for norm in residual.norms:
@@ -190,7 +204,7 @@ def _watch_scores(seen: Seen, attention: Attention, place: tuple[str, int, str])
 
 def _keep_logits(seen: Seen, stack: str) -> Any:
     def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-        seen.logits = output.detach().to(torch.promote_types(output.dtype, torch.float32))
+        seen.logits = _wide(output.detach())
         seen.values[(stack, None, "head", None, "logit_rms")] = seen.logits.square().mean().sqrt()
         seen.values[(stack, None, "head", None, "log_z")] = seen.logits.logsumexp(-1).mean()
 

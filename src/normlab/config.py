@@ -216,6 +216,8 @@ class Config(Section):
         """
         exclude = {"study", "runs_dir", "force", "log", "device", "spikes", "verdict"}
         settings = self.model_dump(mode="json", exclude=exclude)
+        if self.stop.hopeless:  # these then say how many steps are made
+            settings["stop"] |= {"rise": self.verdict.rise, "patience": self.verdict.patience}
         for key in ("path", "glob"):  # the content's hash stands for them
             settings["data"].pop(key, None)
         return settings

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class Journal:
         self._columns = [[i for i, block in enumerate(owner) if block == wanted] for wanted in blocks]
         several = len({stack for stack, _ in blocks}) > 1
         self._names = [f"grad_norm/{f'{s}_' if several else ''}layer_{layer:03d}" for s, layer in blocks]
+        self._has_eps = False
         self._pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -54,8 +55,11 @@ class Journal:
         """One step: meter.STATS are `norms`, then `others`, each over the tensors."""
         self._pending.append((row, loss, torch.cat((norms[None], others)), nonfinite))
 
-    def flush(self, seconds: float) -> None:
-        """Read what waits, `seconds` of training, write it; up to the first non-finite step if the run ends there."""
+    def flush(self, lap: Callable[[], float]) -> None:
+        """Read what waits and write it; up to the first non-finite step if the run ends there.
+
+        lap: the seconds of training since the last flush, asked for once the device has done them.
+        """
         if not self._pending or self.ended:
             return
         rows, losses, stats, nonfinite = zip(*self._pending, strict=True)
@@ -63,6 +67,7 @@ class Journal:
         loss = torch.stack(losses).double().cpu().numpy()
         values = torch.stack(stats).double().cpu().numpy()  # (steps, stats, tensors)
         bad_counts = torch.stack(nonfinite).double().cpu().numpy()
+        seconds = lap()
         total = np.linalg.norm(values[:, [0, 2]], axis=2)  # of gradients and updates
         count = self._watch_finite(loss.tolist(), total[:, 0].tolist())
         written = [
@@ -71,13 +76,14 @@ class Journal:
             for i, row in enumerate(rows[:count])
         ]  # fmt: skip
         by_stat = {stat: values[:count, i] for i, stat in enumerate(meter.STATS)}
-        if np.isnan(by_stat["below_eps"]).all():  # an optimizer without it
+        self._has_eps = self._has_eps or not np.isnan(by_stat["below_eps"]).all()
+        if not self._has_eps:  # not Adam
             del by_stat["below_eps"]
-        if bad_counts[:count].any():
-            by_stat["nonfinite"] = bad_counts[:count]
         with store.unbroken():
             self.folder.metrics(written)
             self.folder.step_statistics(rows[0]["step"], self.ids, by_stat)
+            for i in np.flatnonzero(bad_counts[:count].any(axis=1)):
+                self.folder.step_statistics(rows[i]["step"], self.ids, {"nonfinite": bad_counts[i : i + 1]})
         by_block = {stat: self._by_block(values[:count, i]) for i, stat in enumerate(meter.STATS[:3])}
         self._before.extend({stat: found[i] for stat, found in by_block.items()} for i in range(count))
         for i, row in enumerate(written):
@@ -117,8 +123,8 @@ class Journal:
         return self.first_bad is not None and self.cfg.stop.nonfinite
 
     def hopeless(self, init_val_loss: float) -> bool:
-        rule = self.cfg.verdict
-        return verdict.hopeless(self.losses, init_val_loss, rule.rise, rule.patience) is not None
+        rule, recent = self.cfg.verdict, self.losses[-(self.cfg.verdict.patience + self.cfg.log.every) :]
+        return verdict.hopeless(recent, init_val_loss, rule.rise, rule.patience) is not None
 
     def judged(self, *, init_val_loss: float, final_val_loss: float, h1: float, h2: float) -> dict[str, Any]:
         """Spikes, verdict, and where it began: the part of run.json that the rules decide."""
@@ -163,6 +169,7 @@ class Journal:
             "first_bad_stack": stack,
             "first_bad_layer": layer,
             "first_bad_layer_why": blame.why,
+            "out_of_range": self.cfg.verdict.out_of_range,
             "last_finite": last and {"step": first + finite[-1], **last},
         }
 
@@ -184,5 +191,5 @@ def rules(cfg: Config) -> dict[str, Any]:
         "version": verdict.RULES_VERSION,
         "spikes": cfg.spikes.model_dump(exclude={"judge"}),
         "judge": cfg.spikes.judge,
-        "verdict": cfg.verdict.model_dump(),
+        "verdict": cfg.verdict.model_dump(exclude={"out_of_range"}),
     }

@@ -24,7 +24,8 @@ class Flat:
         self.ids: list[TensorId] = [entry.id for entry in entries]
         self.counts = [entry.value.numel() for entry in entries]
         self.parameters = list(dict.fromkeys(entry.parameter for entry in entries))
-        self.row = math.gcd(_ALIGNED, *self.counts)
+        # a parameter starts at a row whatever its size; the parts of a fused one do by the choice of it
+        self.row = math.gcd(_ALIGNED, *(c for e, c in zip(entries, self.counts, strict=True) if e.rows is not None))
         self._sizes = [-(-p.numel() // _ALIGNED) * _ALIGNED for p in self.parameters]
         device = self.parameters[0].device
         self.wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
@@ -32,7 +33,9 @@ class Flat:
         for parameter, size in zip(self.parameters, self._sizes, strict=True):
             own = [c for e, c in zip(entries, self.counts, strict=True) if e.parameter is parameter]
             own[-1] += size - parameter.numel()  # the gap behind a parameter, filled so that it does not count
-            rows += [count // self.row for count in own]
+            rows += [
+                count // self.row for count in own
+            ]  # each starts at a row: of a fused parameter by the choice of it
         self._owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
 
     def buffer(self, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
@@ -63,8 +66,8 @@ class StepMeter:
 
     Call `gradients` after backward, `before_update` and `update` around the optimizer's step. below_eps is the share of
     a tensor's weights whose bias-corrected sqrt(v) lies below Adam's eps, where eps decides the update (Wortsman et al.
-    2023, arXiv 2309.14322); NaN for optimizers without it. update_ratio is update norm / weight norm before the update,
-    NaN for a tensor that is zero.
+    2023, arXiv 2309.14322); NaN for optimizers other than Adam and AdamW. update_ratio is update norm / weight norm
+    before the update, NaN for a tensor that is zero.
     """
 
     def __init__(self, model: Model) -> None:
@@ -109,7 +112,7 @@ class StepMeter:
     def _below_eps(self, optimizer: torch.optim.Optimizer) -> Tensor:
         state = optimizer.state
         first = state.get(self._flat.parameters[0], {})
-        if "exp_avg_sq" not in first:
+        if "exp_avg_sq" not in first or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             return self._nan
         if self._second is None or first["exp_avg_sq"].data_ptr() != self._second.data_ptr():
             self._second, views = self._flat.buffer(math.inf)  # the gaps are never below

@@ -14,6 +14,7 @@ from normlab.model import Model
 from normlab.tensors import Entry, tensors
 
 Loss = Callable[[Any, Tensor], Tensor]
+Objective = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # what training descends, its cross-entropy
 Batches = Iterable[tuple[Any, Tensor]]
 COLUMNS = ["stack", "layer", "site", "tensor", "stat", "value"]
 
@@ -21,14 +22,20 @@ COLUMNS = ["stack", "layer", "site", "tensor", "stat", "value"]
 class Profile:
     """Profiles of one model on the same batches, each with how far the output moved since the one before."""
 
-    def __init__(self, model: Model, loss: Loss, batches: list[tuple[Any, Tensor]], *, layer_drop: bool) -> None:
-        self._model, self._loss, self._batches, self._layer_drop = model, loss, batches, layer_drop
+    def __init__(
+        self, model: Model, objective: Objective, batches: list[tuple[Any, Tensor]], *, layer_drop: bool
+    ) -> None:
+        self._model, self._objective, self._batches, self._layer_drop = model, objective, batches, layer_drop
         self._logits: Tensor | None = None
 
     def __call__(self) -> pd.DataFrame:
-        """profile's rows; output_change: RMS over the first batch's logits of their change since the last call;
-        layer_drop_loss: what leaving out a block adds to the loss, nats."""
-        table, logits = _profiled(self._model, self._loss, self._batches)
+        """profile's rows; output_change: RMS over the first batch's logits, in evaluation mode, of their change since
+        the last call; layer_drop_loss: what leaving out a block adds to the cross-entropy, nats."""
+        table = profile(self._model, lambda *batch: self._objective(*batch)[0], self._batches)
+        with evaluating(self._model), watching(self._model) as seen:
+            self._objective(*self._batches[0])
+        logits = seen.logits
+        assert logits is not None
         stack = list(self._model.stacks)[-1]
         extra: list[tuple] = []
         if self._logits is not None:
@@ -36,7 +43,7 @@ class Profile:
             extra.append((stack, None, "head", None, "output_change", change))
         self._logits = logits
         if self._layer_drop:
-            extra += layer_drop(self._model, self._loss, self._batches)
+            extra += layer_drop(self._model, lambda *batch: self._objective(*batch)[1], self._batches)
         return pd.concat([table, frame(extra)], ignore_index=True) if extra else table
 
 
@@ -49,17 +56,12 @@ def profile(model: Model, loss: Loss, batches: Batches) -> pd.DataFrame:
     Streams: stream_grad_norm, the mean over batches of the L2 norm of dL/d(stream) after each sublayer has joined.
     Activations: what normlab.activations defines, over all batches.
     """
-    return _profiled(model, loss, batches)[0]
-
-
-def _profiled(model: Model, loss: Loss, batches: Batches) -> tuple[pd.DataFrame, Tensor]:
     entries = list(tensors(model))
     parameters = list(dict.fromkeys(e.parameter for e in entries))
     dtype = torch.float32 if parameters[0].device.type == "mps" else torch.float64  # MPS has no float64
     total = [torch.zeros_like(p) for p in parameters]
     norms: list[Tensor] = []
     values: dict[Key, list[Tensor]] = {}
-    logits: Tensor | None = None
     for inputs, targets in batches:
         with watching(model) as seen:
             wanted = loss(inputs, targets), parameters + list(seen.streams.values())
@@ -71,8 +73,6 @@ def _profiled(model: Model, loss: Loss, batches: Batches) -> tuple[pd.DataFrame,
             seen.values[(*key[:-1], "stream_grad_norm")] = torch.linalg.vector_norm(grad, dtype=dtype)
         for key, found in seen.values.items():
             values.setdefault(key, []).append(found.to(dtype))
-        logits = seen.logits if logits is None else logits
-    assert logits is not None, "no batch"
     torch._foreach_div_(total, len(norms))
 
     by_stat = {
@@ -87,10 +87,21 @@ def _profiled(model: Model, loss: Loss, batches: Batches) -> tuple[pd.DataFrame,
     ]
     read = torch.stack([merged(key[-1], torch.stack(found)) for key, found in values.items()]).tolist()
     rows += [(*key, value) for key, value in zip(values, read, strict=True)]
-    return frame(rows), logits
+    return frame(rows)
 
 
-@torch.no_grad()
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and the mode before again afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def layer_drop(model: Model, loss: Loss, batches: Batches) -> list[tuple]:
     """Rows of what the mean loss in evaluation mode gains when a block is left out: its output is its input (nats)."""
     batches = list(batches)
@@ -98,15 +109,13 @@ def layer_drop(model: Model, loss: Loss, batches: Batches) -> list[tuple]:
     def mean() -> Tensor:
         return torch.stack([loss(*batch) for batch in batches]).mean()
 
-    was_training = model.training
-    model.eval()
-    whole, rows = mean(), []
-    for name, stack in model.stacks.items():
-        for layer, block in enumerate(stack.blocks):
-            site = "ffn" if hasattr(block, "ffn_residual") else "attn"
-            with _skipped(block):
-                rows.append((name, layer, site, None, "layer_drop_loss", (mean() - whole).item()))
-    model.train(was_training)
+    with evaluating(model):
+        whole, rows = mean(), []
+        for name, stack in model.stacks.items():
+            for layer, block in enumerate(stack.blocks):
+                site = "ffn" if hasattr(block, "ffn_residual") else "attn"
+                with _skipped(block):
+                    rows.append((name, layer, site, None, "layer_drop_loss", (mean() - whole).item()))
     return rows
 
 

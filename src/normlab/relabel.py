@@ -52,6 +52,14 @@ def _row(run: dict[str, Any], steps: pd.DataFrame, rules: Mapping[str, Any]) -> 
         kept = "older record, without rules of its own: keeps its label"
     elif len(steps) != run.get("steps_done"):
         kept = f"{len(steps)} of {run.get('steps_done')} steps are logged: keeps its label"
+    elif (
+        run.get("stopped") == "hopeless"
+        and verdict.hopeless(
+            steps.loss.tolist(), _number(run["init_val_loss"]), laid["verdict"]["rise"], laid["verdict"]["patience"]
+        )
+        is None
+    ):
+        kept = "stopped early as hopeless by other rules: keeps its label"
     if kept:
         return row | old | {"note": kept, "fields": None}
     fields = judged(

@@ -49,6 +49,8 @@ class Residual(nn.Module, ABC):
     """
 
     norms: ClassVar[tuple[str, ...]] = ("norm",)
+    outer: ClassVar[str | None] = None  # the norm that takes the sum; None: the sum is the output
+    treated: ClassVar[bool] = False  # F's output is normed or scaled before it joins
     norm: nn.Module
     norm_out: nn.Module
 
@@ -70,6 +72,8 @@ class Pre(Residual):
 
 @final
 class Post(Residual):
+    outer = "norm"
+
     def forward(self, x: Tensor, f: Sublayer) -> Tensor:
         """N(x + F(x))"""
         return self.norm(x + f(x))
@@ -77,6 +81,8 @@ class Post(Residual):
 
 @final
 class DeepNorm(Residual):
+    outer = "norm"
+
     def __init__(self, make_norm: MakeNorm, where: Where) -> None:
         super().__init__(make_norm, where)
         self.alpha = deepnorm_alpha(where)
@@ -88,7 +94,7 @@ class DeepNorm(Residual):
 
 @final
 class Sandwich(Residual):
-    norms = ("norm", "norm_out")
+    norms, treated = ("norm", "norm_out"), True
 
     def forward(self, x: Tensor, f: Sublayer) -> Tensor:
         """x + N_out(F(N(x)))"""
@@ -97,6 +103,8 @@ class Sandwich(Residual):
 
 @final
 class Reordered(Residual):
+    treated = True
+
     def forward(self, x: Tensor, f: Sublayer) -> Tensor:
         """x + N(F(x))"""
         return x + self.norm(f(x))
@@ -115,6 +123,8 @@ class SkipScale(Residual):
 
 @final
 class Admin(Residual):
+    outer = "norm"
+
     def __init__(self, make_norm: MakeNorm, where: Where) -> None:
         super().__init__(make_norm, where)
         self.scale = nn.Parameter(torch.ones(where.width))
@@ -126,6 +136,8 @@ class Admin(Residual):
 
 @final
 class AdminFixed(Residual):
+    outer = "norm"
+
     def __init__(self, make_norm: MakeNorm, where: Where) -> None:
         super().__init__(make_norm, where)
         self.omega = math.sqrt((where.sublayers + 1) / math.log(where.sublayers + 1) - 1)
@@ -137,6 +149,8 @@ class AdminFixed(Residual):
 
 @final
 class B2TOpen(Residual):
+    outer = "norm"
+
     def forward(self, x: Tensor, f: Sublayer) -> tuple[Tensor, Tensor]:
         """h = N(x + F(x)); the block's input x goes along to its FFN"""
         return self.norm(x + f(x)), x
@@ -144,6 +158,8 @@ class B2TOpen(Residual):
 
 @final
 class B2TCarry(Residual):
+    outer = "norm"
+
     def forward(self, x: tuple[Tensor, Tensor], f: Sublayer) -> tuple[Tensor, Tensor]:
         """h <- N(h + F(h)), x as it was"""
         h, bottom = x
@@ -152,6 +168,8 @@ class B2TCarry(Residual):
 
 @final
 class B2TClose(Residual):
+    outer = "norm"
+
     def forward(self, x: tuple[Tensor, Tensor], f: Sublayer) -> Tensor:
         """N(x + h + F(h)), x the block's input"""
         h, bottom = x
@@ -160,6 +178,8 @@ class B2TClose(Residual):
 
 @final
 class ResiDual(Residual):
+    outer = "norm"
+
     def forward(self, x: tuple[Tensor, Tensor], f: Sublayer) -> tuple[Tensor, Tensor]:
         """x <- N(x + F(x)), d <- d + F(x); at the end x + N(d)"""
         post, dual = x
@@ -190,7 +210,7 @@ class NormedSkip(Residual):
 
 @final
 class Keel(Residual):
-    norms = ("norm", "norm_out")
+    norms, outer = ("norm", "norm_out"), "norm_out"
 
     def __init__(self, make_norm: MakeNorm, where: Where) -> None:
         super().__init__(make_norm, where)
@@ -203,7 +223,7 @@ class Keel(Residual):
 
 @final
 class ReZero(Residual):
-    norms = ()
+    norms, treated = (), True
 
     def __init__(self, make_norm: MakeNorm, where: Where) -> None:
         super().__init__(make_norm, where)
@@ -216,6 +236,8 @@ class ReZero(Residual):
 
 @final
 class LayerScale(Residual):
+    treated = True
+
     def __init__(self, make_norm: MakeNorm, where: Where) -> None:
         super().__init__(make_norm, where)
         start = 0.1 if where.depth <= 18 else 1e-5 if where.depth <= 24 else 1e-6

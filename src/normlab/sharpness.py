@@ -1,5 +1,6 @@
 """Critical sharpness: how far along its own update a step could have gone before the loss rose."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,8 +15,9 @@ def critical_sharpness(loss: Callable[[], Tensor], weights: Tensor, update: Tens
 
     weights: the flat weights after the update, read by `loss`; update: the weights before it minus those after it; lr:
     the rate that it used. A run is at its edge of stability where 2 / eta_c = 2 / lr, and beyond it above that. 0.0
-    where no multiple up to 2^20 raises the loss. Exponential and binary search, some ten forward passes
-    (arXiv 2601.16979). The weights are the same bits afterwards.
+    where no multiple up to 2^20 raises the loss, inf where every one down to 2^-20 does, NaN where the loss before the
+    update is not finite. Exponential and binary search, some ten forward passes (arXiv 2601.16979). The weights are the
+    same bits afterwards.
     """
     after = weights.clone()
     before = after + update
@@ -28,6 +30,8 @@ def critical_sharpness(loss: Callable[[], Tensor], weights: Tensor, update: Tens
     try:
         weights.copy_(before)
         start = loss().item()
+        if not math.isfinite(start):
+            return math.nan
         low, high = 0.0, 1.0
         while not raised(high):
             low, high = high, 2 * high
@@ -38,6 +42,8 @@ def critical_sharpness(loss: Callable[[], Tensor], weights: Tensor, update: Tens
                 high /= 2
             else:
                 low = high / 2
+        if low == 0.0:
+            return math.inf
         while high - low > high / 16:
             middle = (low + high) / 2
             low, high = (low, middle) if raised(middle) else (middle, high)

@@ -8,6 +8,7 @@ import platform
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -50,11 +51,18 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 @contextmanager
 def unbroken() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back until what belongs together is written."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    if threading.current_thread() is not threading.main_thread():  # which alone gets them
+        yield
+        return
+    held: list[int] = []
+    before = {s: signal.signal(s, lambda number, _frame: held.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

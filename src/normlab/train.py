@@ -19,7 +19,7 @@ from normlab.journal import Journal, rules
 from normlab.log import Log
 from normlab.meter import StepMeter, global_norm
 from normlab.model import build, compile_blocks
-from normlab.probe import Profile
+from normlab.probe import Profile, evaluating
 from normlab.sharpness import critical_sharpness
 from normlab.task import Batch, Task, micro_batches
 from normlab.tensors import count_parameters
@@ -52,7 +52,8 @@ def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, A
     if not cfg.steps or record.get("detector") == wanted:
         return record
     found = results.load(path, layers=False)
-    fields = relabel.relabel(found.runs, found.steps, wanted).fields.iloc[0]
+    told = relabel.relabel(found.runs, found.steps, wanted).fields
+    fields = told.iloc[0] if len(told) else None  # none where the folder cannot be read whole
     if fields is not None:
         record = record | fields
         store.write_record(path, record)
@@ -77,7 +78,12 @@ def _recorded(cfg: Config, learned: Task, device: torch.device, path: Path) -> d
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
-            result = _Fit(cfg, learned, device, folder, log).run()
+            fit = _Fit(cfg, learned, device, folder, log)
+            try:
+                result = fit.run()
+            except (KeyboardInterrupt, SystemExit):
+                fit.journal.flush(fit.clock.lap)  # the steps that were made
+                raise
             folder.close()
             folder.update(status="finished", **result)
             log.summary(result)
@@ -110,9 +116,7 @@ class _Fit:
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
         self.held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
-        self.profile = Profile(
-            self.model, lambda *batch: self.objective(*batch)[0], batches, layer_drop=cfg.probe.layer_drop
-        )
+        self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop)
         blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
         self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
         self.clock = Clock()
@@ -130,7 +134,7 @@ class _Fit:
             if _due(step, cfg.eval.every):
                 row["val_loss"] = init_val_loss if step == 0 else self.evaluate()
             if self.profiled(step):
-                self.write_profile(step)
+                self.write_profile(step, before_a_step=True)
             if journal.ended:
                 break
             batch = self.to_device(self.task.batch(cfg.seed, step))
@@ -143,7 +147,7 @@ class _Fit:
             journal.add(row, loss, norms, nonfinite, others)
 
             if (step + 1) % cfg.log.every == 0 or step + 1 == cfg.steps:
-                journal.flush(self.clock.lap())
+                journal.flush(self.clock.lap)
                 if journal.ended:
                     break
                 if stop.hopeless and journal.hopeless(init_val_loss):
@@ -151,7 +155,7 @@ class _Fit:
                     break
         if journal.ended:
             return self.result(init_val_loss, float("nan"), "not finite")
-        self.write_profile(len(journal.losses))
+        self.write_profile(len(journal.losses), before_a_step=False)
         return self.result(init_val_loss, self.evaluate() if cfg.steps else init_val_loss, stopped)
 
     def backward(self, batch: Batch) -> Tensor:
@@ -189,27 +193,25 @@ class _Fit:
 
         return move(batch[0]), move(batch[1])
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the held-out batches."""
         with self.measuring():
             if self.journal.ended:
                 return float("nan")
-            self.model.eval()
-            losses = [self.objective(*batch)[1] for batch in self.held_out]
-            self.model.train()
+            with evaluating(self.model):
+                losses = [self.objective(*batch)[1] for batch in self.held_out]
             return torch.stack(losses).mean().item()
 
     def profiled(self, step: int) -> bool:
         """Whether this step gets a full profile: the first, the one after warm-up, and each probe.every."""
         return step in {0, self.cfg.optim.warmup_steps} or _due(step, self.cfg.probe.every)
 
-    def write_profile(self, step: int) -> None:
-        """Full per-layer profile of the weights before update `step`."""
+    def write_profile(self, step: int, *, before_a_step: bool) -> None:
+        """Full per-layer profile of the weights before update `step`, or after the last one."""
         with self.measuring():
             if self.cfg.probe.batches and not self.journal.ended:
                 table = self.profile()
-                if step < self.cfg.steps:  # the step itself records these
+                if before_a_step:  # which records these itself
                     table = table.query("stat != 'weight_norm'")
                 self.folder.layers(step, table)
 
@@ -219,16 +221,13 @@ class _Fit:
         def loss() -> Tensor:
             return self.objective(*batch)[1]
 
-        with self.measuring():
-            self.model.eval()
-            found = critical_sharpness(loss, self.meter.weights, self.meter.last_update, lr)
-            self.model.train()
-            return found
+        with self.clock.paused(), evaluating(self.model):
+            return critical_sharpness(loss, self.meter.weights, self.meter.last_update, lr)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Keep the time of a measurement out of the time of the steps, and its rows behind theirs."""
-        self.journal.flush(self.clock.lap())
+        self.journal.flush(self.clock.lap)
         with self.clock.paused():
             yield
 
