@@ -95,7 +95,9 @@ def draw(data: Results) -> Drawn:
     if rates.max() > 0:
         ticks = MaxNLocator(4, steps=[1, 2, 5, 10])
         fig.colorbar(image, ax=panels, label="loss spikes per 1,000 steps", pad=0.02, ticks=ticks)
-    outlined = " Outlined: the rules stored with the runs." if used & set(rates.index) else ""
+    outlined = ""
+    if used & set(rates.index):
+        outlined = " Outlined: thresholds and windows of the runs' rules; every cell waits as long as the judging rule."
     caption = (
         f"Loss spikes (merged steps above the range of the steps before them) per 1,000 steps, {len(runs)} runs of "
         f"{int(table.drop_duplicates('run_id').steps.sum()):,} steps in all.{outlined}"
