@@ -19,6 +19,7 @@ class FakeWandb(types.ModuleType):
         super().__init__("wandb")
         self.broken, self.started, self.rows, self.exit_codes = broken, [], [], []
         self.summary: dict[str, Any] = {}
+        self.alerts: list[tuple[str, str]] = []
         self.Settings = lambda **settings: settings
 
     def init(self, **arguments: Any) -> "FakeWandb":
@@ -29,6 +30,9 @@ class FakeWandb(types.ModuleType):
     def log(self, row: dict[str, float], step: int) -> None:
         self._maybe_break("log")
         self.rows.append((step, row))
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
 
     def finish(self, exit_code: int) -> None:
         self._maybe_break("finish")
@@ -94,3 +98,21 @@ def test_online_falls_back_to_offline(fake, tmp_path, capsys):
 def test_disabled_never_imports_wandb(fake, tmp_path):
     train(tiny(tmp_path, "log=disabled"))
     assert fake.started == []
+
+
+DIVERGING = {
+    "not finite": ["optim=sgd", "optim.lr=1e6", "model.placement=none"],
+    "is not below": ["optim.lr=1.0", "steps=30"],
+}
+
+
+@pytest.mark.parametrize("why", DIVERGING)
+def test_divergence_is_alerted_once_and_online_only(fake, tmp_path, why):
+    record = train(tiny(tmp_path, "log=online", *DIVERGING[why]))
+    assert record["verdict"] == "diverged"
+    ((title, text),) = fake.alerts
+    assert title == "diverged"
+    assert record["run_id"] in text
+    train(tiny(tmp_path, "log=offline", "force=true", *DIVERGING[why]))
+    train(tiny(tmp_path, "log=online"))
+    assert len(fake.alerts) == 1

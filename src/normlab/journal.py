@@ -142,6 +142,8 @@ class Journal:
         )
         if not cfg.steps:
             return {**found, "verdict": None, "reason": "no training: initialisation only", "first_bad_step": None}
+        if found["verdict"] == "diverged" and self.first_bad is None:  # told at once where it was not finite
+            self.log.alert("diverged", f"{self.folder.path.name}: {found['reason']}")
         bad = found["first_bad_step"]
         rate = None if bad is None else optim.learning_rate(cfg.optim, bad, cfg.steps)
         return found | {"first_bad_lr": rate} | self._first_bad_layer()
