@@ -104,7 +104,7 @@ def test_frozen_weights_are_stalled(tmp_path, monkeypatch, how):
     assert record["verdict"] == "stalled"
 
 
-LABEL = ["verdict", "first_bad_step", "first_bad_lr"]
+LABEL = ["verdict", "first_bad_step", "first_bad_lr", "first_bad_layer", "last_finite"]
 
 
 def test_stopping_at_a_non_finite_step_does_not_change_the_verdict(tmp_path):

@@ -25,10 +25,18 @@ def curve(length: int = 400, start: float = 10.8, end: float = 3.0, tau: float =
     return end + (start - end) * np.exp(-np.arange(length) / tau) + noise
 
 
+def scores(series, rule):
+    return spikes.read(series, rule)[1]
+
+
+def share(series, first=0):
+    return spikes.share_beyond(scores(series, OLMO_CORE)[first:], OLMO_CORE.kappa)
+
+
 def found(series, rule: Rule = MAD) -> list[Spike]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return spikes.find(list(series), rule)
+        return spikes.read(list(series), rule)[0]
 
 
 def places(series, rule: Rule = MAD) -> list[tuple[int, int | None]]:
@@ -199,7 +207,7 @@ def test_state_goes_through_json_and_on_bit_for_bit(rule):
 
 
 def test_z_is_signed_unknown_at_first_and_infinite_for_what_is_not_finite():
-    z = spikes.scores([*([2.0, 2.01] * 40), 3.0, 1.0, math.nan], OLMO_CORE)
+    z = scores([*([2.0, 2.01] * 40), 3.0, 1.0, math.nan], OLMO_CORE)
     assert np.isnan(z[:64]).all()
     assert np.isfinite(z[64:82]).all()
     assert z[80] == pytest.approx((3.0 - 2.005) / 0.005)
@@ -211,7 +219,7 @@ def test_z_is_signed_unknown_at_first_and_infinite_for_what_is_not_finite():
 def test_a_detector_agrees_with_plain_arithmetic(rule):
     """Centre and spread from NumPy's own medians, means and fits, at every step of a clean series."""
     series = curve(300)
-    for step, z in enumerate(spikes.scores(series, rule)):
+    for step, z in enumerate(scores(series, rule)):
         window = series[max(0, step - 128) : step]
         if len(window) < rule.min_history:
             assert math.isnan(z)
@@ -243,12 +251,10 @@ def test_offset_of_an_event_that_leaves_the_curve_higher():
 def test_score_is_the_share_of_judged_values_on_either_side():
     series = [2.0, 2.01] * 100
     series[150], series[170] = 4.0, 0.5
-    assert spikes.score(series, OLMO_CORE) == pytest.approx(100 * 2 / 136)
-    assert spikes.score_up(series, OLMO_CORE) == pytest.approx(100 / 136)
-    assert spikes.score(series, OLMO_CORE, first=160) == pytest.approx(100 / 40)
-    assert spikes.score_up(series, OLMO_CORE, first=160) == 0.0
-    assert math.isnan(spikes.score(series[:64], OLMO_CORE))
-    assert spikes.score([2.0, 2.01] * 50 + [math.nan], OLMO_CORE) == pytest.approx(100 / 37)
+    assert share(series) == pytest.approx(100 * 2 / 136)
+    assert share(series, first=160) == pytest.approx(100 / 40)
+    assert math.isnan(share(series[:64]))
+    assert share([2.0, 2.01] * 50 + [math.nan]) == pytest.approx(100 / 37)
 
 
 def test_gradient_norms_are_judged_in_log():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from normlab.attention import Attention
 from normlab.ffn import MoE
 from normlab.model import Block, Model
-from normlab.norm import BatchNorm
+from normlab.norm import BatchNorm, wide
 
 Key = tuple[str, int | None, str, str | None, str]
 
@@ -35,7 +35,7 @@ def stream_statistics(x: Tensor) -> dict[str, Tensor]:
     max_abs; top1_over_median: of |x| (massive activations: Sun et al. 2024). kurtosis of the channels' RMS s_j:
     mean s^4 / (mean s^2)^2, 1 to D (He et al. 2024, arXiv 2405.19279).
     """
-    x = _wide(x.detach())
+    x = wide(x.detach())
     size, T = x.abs(), x.shape[1]
     unit = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-30)
     pairs = (unit.sum(1).square().sum(-1) - T) / max(T * (T - 1), 1)
@@ -58,7 +58,7 @@ def angular_distance(x: Tensor, y: Tensor) -> Tensor:
 
 def attention_statistics(scores_BHTS: Tensor) -> tuple[Tensor, Tensor]:
     """(largest score, (H,) entropies): -sum_s p log p, nats, mean over queries (Zhai et al. 2023, arXiv 2303.06296)."""
-    scores_BHTS = _wide(scores_BHTS.detach())
+    scores_BHTS = wide(scores_BHTS.detach())
     p = scores_BHTS.softmax(-1)
     return scores_BHTS.max(), torch.special.entr(p).sum(-1).mean((0, 2))
 
@@ -109,12 +109,8 @@ def _first(stream: Any) -> Tensor:
     return stream[0] if isinstance(stream, tuple) else stream
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _mean_square(x: Tensor) -> Tensor:
-    return _wide(x.detach()).square().mean()
+    return wide(x.detach()).square().mean()
 
 
 def _watch_stream(seen: Seen, module: nn.Module, place: tuple[str, int | None, str, None], handles: list) -> None:
@@ -154,11 +150,11 @@ def _watch_block(seen: Seen, block: Block, name: str, layer: int, handles: list,
             sums.append(args[0].detach())
 
         def hook(_module: nn.Module, args: tuple, output: Any) -> None:
-            total = _wide(sums.pop() if sums else _first(output).detach())
-            joining = _wide(sum(branches[1:], branches[0]))
+            total = wide(sums.pop() if sums else _first(output).detach())
+            joining = wide(sum(branches[1:], branches[0]))
             branches.clear()
             if residual.treated:
-                joining = total - _wide(_first(args[0]).detach())
+                joining = total - wide(_first(args[0]).detach())
             share = joining.var(correction=0) / total.var(correction=0)
             seen.values[(name, layer, site, None, "branch_share")] = share
 
@@ -204,7 +200,7 @@ def _watch_scores(seen: Seen, attention: Attention, place: tuple[str, int, str])
 
 def _keep_logits(seen: Seen, stack: str) -> Any:
     def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-        seen.logits = _wide(output.detach())
+        seen.logits = wide(output.detach())
         seen.values[(stack, None, "head", None, "logit_rms")] = seen.logits.square().mean().sqrt()
         seen.values[(stack, None, "head", None, "log_z")] = seen.logits.logsumexp(-1).mean()
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from normlab.config_model import ModelConfig
 from normlab.ffn import scaled
-from normlab.norm import NORMS
+from normlab.norm import NORMS, wide
 from normlab.position import Rotary
 
 
@@ -95,7 +95,7 @@ class Attention(nn.Module):
                 q, k, v, mask, rate, is_causal=causal, scale=self.score_scale, enable_gqa=self.groups > 1
             )
         scores = self.scores(q, k, bias)
-        weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
+        weights = wide(scores).softmax(-1)
         return F.dropout(weights, rate).type_as(v) @ v.repeat_interleave(self.groups, dim=1)
 
     def scores(self, q_BHTK: Tensor, k_BGSK: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from normlab.norm import wide
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -149,9 +151,7 @@ class MoE(nn.Module):
     def _route(self, x_BTD: Tensor) -> Tensor:
         """The weight of each expert for each token, 0 where it is not chosen."""
         with _full_precision(x_BTD.device.type):
-            weight = self.w_router.weight
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            p_BTE = F.linear(x_BTD.to(wide), weight.to(wide)).softmax(-1)
+            p_BTE = F.linear(wide(x_BTD), wide(self.w_router.weight)).softmax(-1)
         top, chosen = p_BTE.topk(self.k, dim=-1)
         picked_BTE = torch.zeros_like(p_BTE).scatter(-1, chosen, 1.0)
         load = picked_BTE.mean((0, 1))

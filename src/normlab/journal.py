@@ -44,7 +44,8 @@ class Journal:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.first_bad: int | None = None
-        self._before: deque[Mapping[str, np.ndarray]] = deque(maxlen=128)  # per block, newest last
+        # each block's norms up to and with the first non-finite step, newest last
+        self._before: deque[Mapping[str, np.ndarray]] = deque(maxlen=128)
         self._labels = {name: rule.label(name, cfg.steps) for name, rule in cfg.spikes.rules.items()}
         self.detectors: dict[tuple[str, str], Detector] = {}
         for name, rule in cfg.spikes.rules.items():
@@ -85,7 +86,8 @@ class Journal:
             for i in np.flatnonzero(bad_counts[:count].any(axis=1)):
                 self.folder.step_statistics(rows[i]["step"], self.ids, {"nonfinite": bad_counts[i : i + 1]})
         by_block = {stat: self._by_block(values[:count, i]) for i, stat in enumerate(meter.STATS[:3])}
-        self._before.extend({stat: found[i] for stat, found in by_block.items()} for i in range(count))
+        leading = count if self.first_bad is None else max(0, min(count, self.first_bad + 1 - len(self.losses)))
+        self._before.extend({stat: found[i] for stat, found in by_block.items()} for i in range(leading))
         for i, row in enumerate(written):
             self._show(row, by_block["weight_grad_norm"][i])
         self.losses += loss[:count].tolist()
@@ -150,11 +152,13 @@ class Journal:
 
     def _first_bad_layer(self) -> dict[str, Any]:
         """The block to blame for the first non-finite step, and every block's last finite numbers."""
-        nothing = {"first_bad_stack": None, "first_bad_layer": None, "first_bad_layer_why": None, "last_finite": None}
-        if not self.ended or not self._before:
-            return nothing
+        told: dict[str, Any] = dict.fromkeys(
+            ("first_bad_stack", "first_bad_layer", "first_bad_layer_why", "last_finite")
+        )
+        if self.first_bad is None:
+            return told
         history = {stat: np.stack([step[stat] for step in self._before]) for stat in self._before[-1]}
-        first = len(self.losses) - len(self._before)
+        first = self.first_bad + 1 - len(self._before)
         blame = verdict.first_bad_layer(
             history["weight_norm"],
             history["weight_grad_norm"],
@@ -162,24 +166,20 @@ class Journal:
             window=len(self._before),
             first_step=first,
         )
-        if blame is None:
-            return nothing
         finite = [i for i in range(len(self._before)) if all(np.isfinite(h[i]).all() for h in history.values())]
-        last = {stat: h[finite[-1]].tolist() for stat, h in history.items()} if finite else None
-        stack, layer = self.blocks[blame.index]
-        return {
-            "first_bad_stack": stack,
-            "first_bad_layer": layer,
-            "first_bad_layer_why": blame.why,
-            "out_of_range": self.cfg.verdict.out_of_range,
-            "last_finite": last and {"step": first + finite[-1], **last},
-        }
+        if finite:
+            last = {stat: norms[finite[-1]].tolist() for stat, norms in history.items()}
+            told |= {"last_finite": {"step": first + finite[-1], **last}}
+        if blame is not None:
+            stack, layer = self.blocks[blame.index]
+            told |= {"first_bad_stack": stack, "first_bad_layer": layer, "first_bad_layer_why": blame.why}
+        return told | {"out_of_range": self.cfg.verdict.out_of_range}
 
     def close(self) -> None:
         """The spikes as a W&B table."""
-        columns = ["series", "detector", "start", "end", "peak", "height", "z", "offset"]
+        columns = ["series", "detector", "start", "end", "duration", "peak", "height", "z", "offset"]
         rows = [
-            [series, self._labels[name], s.start, s.end, s.peak, s.height, s.z, s.offset]
+            [series, self._labels[name], s.start, s.end, s.duration, s.peak, s.height, s.z, s.offset]
             for (series, name), detector in self.detectors.items()
             for s in detector.events
         ]

@@ -5,6 +5,7 @@ tensor from a row's start: a few passes over memory serve all tensors at once, h
 """
 
 import math
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -30,12 +31,10 @@ class Flat:
         device = self.parameters[0].device
         self.wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         rows: list[int] = []
-        for parameter, size in zip(self.parameters, self._sizes, strict=True):
-            own = [c for e, c in zip(entries, self.counts, strict=True) if e.parameter is parameter]
-            own[-1] += size - parameter.numel()  # the gap behind a parameter, filled so that it does not count
-            rows += [
-                count // self.row for count in own
-            ]  # each starts at a row: of a fused parameter by the choice of it
+        for (_, parts), size in zip(groupby(entries, lambda e: id(e.parameter)), self._sizes, strict=True):
+            own = [entry.value.numel() for entry in parts]
+            own[-1] += size - sum(own)  # the gap behind a parameter, filled so that it does not count
+            rows += [count // self.row for count in own]
         self._owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
 
     def buffer(self, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
@@ -87,9 +86,8 @@ class StepMeter:
     @torch.no_grad()
     def gradients(self) -> tuple[Tensor, Tensor]:
         """(tensors,) norms of the current .grad, before any clipping, and counts of its non-finite numbers."""
-        grads = [p.grad for p in self._flat.parameters]
-        torch._foreach_copy_(self._gradient_views, [torch.zeros_like(p) if g is None else g for g, p in
-                                                    zip(grads, self._flat.parameters, strict=True)])  # fmt: skip
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._flat.parameters]
+        torch._foreach_copy_(self._gradient_views, grads)
         norms = self._flat.norms(self.gradient)
         if norms.device.type == "cpu" and bool(norms.isfinite().all()):
             return norms, torch.zeros_like(norms)

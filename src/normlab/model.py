@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from normlab.attention import Attention
 from normlab.config_model import ModelConfig
 from normlab.ffn import ACTIVATIONS, FFN, MoE, scaled
-from normlab.norm import NORMS
+from normlab.norm import NORMS, wide
 from normlab.position import RelativeBias, Rotary, sinusoid
 from normlab.residual import PLACEMENTS, Residual
 
@@ -205,8 +205,7 @@ class Model(nn.Module, ABC):
 
     def loss(self, inputs: Any, targets_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not IGNORED, in fp32 or better."""
-        logits_BTV = self(inputs)
-        logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        logits_BTV = wide(self(inputs))
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
 
     def objective(self, inputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or wider if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class LayerNorm(nn.LayerNorm):
     """(x - mean) / sqrt(var + eps) * g + b, biased variance (Ba et al. 2016, arXiv 1607.06450)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else _wide(self.bias)
-        return F.layer_norm(_wide(input), self.normalized_shape, _wide(self.weight), bias, self.eps).type_as(input)
+        bias = None if self.bias is None else wide(self.bias)
+        return F.layer_norm(wide(input), self.normalized_shape, wide(self.weight), bias, self.eps).type_as(input)
 
 
 class RMSNorm(nn.Module):
@@ -32,10 +37,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full(self.width, 1 - offset)) if gain else None
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = None if self.weight is None else _wide(self.weight)
+        gain = None if self.weight is None else wide(self.weight)
         if gain is not None and self.offset:
             gain = self.offset + gain
-        return F.rms_norm(_wide(x), self.width, gain, self.eps).type_as(x)
+        return F.rms_norm(wide(x), self.width, gain, self.eps).type_as(x)
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -48,9 +53,9 @@ class BatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         assert self.running_mean is not None
         assert self.running_var is not None
-        tokens, rate = _wide(input).flatten(0, -2), self.momentum or 0.0
-        mean, var = _wide(self.running_mean), _wide(self.running_var)
-        out = F.batch_norm(tokens, mean, var, _wide(self.weight), _wide(self.bias), self.training, rate, self.eps)
+        tokens, rate = wide(input).flatten(0, -2), self.momentum or 0.0
+        mean, var = wide(self.running_mean), wide(self.running_var)
+        out = F.batch_norm(tokens, mean, var, wide(self.weight), wide(self.bias), self.training, rate, self.eps)
         if mean is not self.running_mean:  # of a half-precision model: the update went to the float32 copies
             self.running_mean.copy_(mean)
             self.running_var.copy_(var)
@@ -66,7 +71,7 @@ class ScaleNorm(nn.Module):
         self.weight = nn.Parameter(torch.tensor(width**0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * F.normalize(_wide(x), dim=-1, eps=self.eps)).type_as(x)
+        return (self.weight * F.normalize(wide(x), dim=-1, eps=self.eps)).type_as(x)
 
 
 class DyT(nn.Module):
@@ -79,7 +84,7 @@ class DyT(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.tanh(self.alpha * _wide(x)) * self.weight + self.bias).type_as(x)
+        return (torch.tanh(self.alpha * wide(x)) * self.weight + self.bias).type_as(x)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,3 @@ NORMS: dict[str, Norm] = {
     "dyt": Norm(lambda width, eps: DyT(width, alpha=0.5), eps=0.0),  # no eps in its equation
     "none": Norm(lambda width, eps: nn.Identity(), eps=0.0, zero=None),
 }
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

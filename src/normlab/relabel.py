@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import pandas as pd
 
 from normlab import verdict
-from normlab.spikes import Detector, Rule, leads, log_norm, share_beyond
+from normlab.spikes import Rule, leads, log_norm, read, share_beyond
 
 RULE_NAMES = ("olmo", "olmo_core", "mad")
 _RULE_KEYS = {"centre": str, "kappa": float, "window": int, "min_history": int, "min_height": float}
@@ -101,12 +101,10 @@ def judged(
             ("loss", rule.for_run(steps), losses),
             ("grad_norm", rule.for_run(steps).for_norms(), [log_norm(g) for g in grad_norms]),
         ):
-            detector = Detector(its)
-            z = [detector.push(number) for number in numbers][warmup_steps:]
-            events[series, name] = detector.events
+            events[series, name], z = read(numbers, its)
             label = f"{series}_{rule.label(name, steps)}"
-            counts[label] = len(detector.events)
-            share = share_beyond([abs(v) for v in z], its.kappa)
+            counts[label] = len(events[series, name])
+            share = share_beyond(z[warmup_steps:], its.kappa)
             scores[label] = None if math.isnan(share) else share
     judge = rules["judge"]
     found = events["loss", judge]
@@ -125,7 +123,7 @@ def judged(
     return {
         **asdict(label),
         "spike_count": len(found),
-        "spikes": [asdict(s) | {"lead": lead} for s, lead in zip(found, first, strict=True)],
+        "spikes": [asdict(s) | {"duration": s.duration, "lead": lead} for s, lead in zip(found, first, strict=True)],
         "spike_counts": counts,
         "spike_scores": scores,
         "detector": dict(rules),

@@ -246,36 +246,19 @@ class Detector:
         return event.spike.recovered and len(event.after) >= max(self.rule.window // 4, MEASURABLE)
 
 
-def find(series: Sequence[float], rule: Rule) -> list[Spike]:
-    """The events of a whole series."""
+def read(series: Sequence[float], rule: Rule) -> tuple[list[Spike], NDArray[np.float64]]:
+    """The events of a whole series, and the signed z of each value."""
     detector = Detector(rule)
-    for value in series:
-        detector.push(value)
-    return detector.events
-
-
-def scores(series: Sequence[float], rule: Rule) -> NDArray[np.float64]:
-    """The signed z of each value."""
-    detector = Detector(rule)
-    return np.array([detector.push(value) for value in series])
-
-
-def score(series: Sequence[float], rule: Rule, *, first: int = 0) -> float:
-    """Share in % of the judged values from step `first` on (the end of warm-up, say) that lie beyond kappa on either
-    side: OLMo 2's spike score, but for flagged values, which do not widen the window here. nan if none was judged."""
-    return share_beyond(np.abs(scores(series, rule)[first:]), rule.kappa)
-
-
-def score_up(series: Sequence[float], rule: Rule, *, first: int = 0) -> float:
-    """As `score`, above only."""
-    return share_beyond(scores(series, rule)[first:], rule.kappa)
+    z = np.array([detector.push(value) for value in series], dtype=np.float64)
+    return detector.events, z
 
 
 def share_beyond(z: Sequence[float] | NDArray[np.float64], kappa: float) -> float:
-    """% of the judged z (not nan) above kappa; nan if none was judged."""
+    """% of the judged z (not nan) beyond kappa on either side; nan if none was judged: OLMo 2's spike score, but for
+    flagged values, which do not widen the window here."""
     values = np.asarray(z, dtype=np.float64)
     judged = values[~np.isnan(values)]
-    return 100.0 * float(np.mean(judged > kappa)) if len(judged) else math.nan
+    return 100.0 * float(np.mean(np.abs(judged) > kappa)) if len(judged) else math.nan
 
 
 def log_norm(norm: float) -> float:
