@@ -130,7 +130,6 @@ def test_no_theory_where_none_is_known(change):
     cfg = config(change)
     assert theory.hidden_growth(cfg) is None
     assert theory.last_ffn_gradient(cfg) is None
-    assert theory.last_ffn_exponent(cfg, [6, 12]) is None
     assert theory.post_gradient_factor(cfg) is None
 
 
@@ -168,8 +167,12 @@ def test_exponents_of_the_last_ffn():
     assert -0.6 < exponent("lns") < -0.5
 
 
+def _at_depth(cfg: ModelConfig, depth: int) -> ModelConfig:
+    return cfg.model_copy(update={"depth": depth})
+
+
 def _gradient_at(cfg: ModelConfig, depth: int) -> float:
-    return theory.last_ffn_gradient(theory.at_depth(cfg, depth)).middle
+    return theory.last_ffn_gradient(_at_depth(cfg, depth)).middle
 
 
 @pytest.mark.parametrize("placement", theory.FORMS)
@@ -179,7 +182,7 @@ def test_exponents_of_measured_models(placement):
     cfg = config(*PAPER, "model.width=64", "model.context=16", f"model.placement={placement}")
     text = torch.randint(512, (4, 4, 17))
     for depth in depths:
-        here, sizes = theory.at_depth(cfg, depth), []
+        here, sizes = _at_depth(cfg, depth), []
         for seed in (0, 1):
             model = made(here, seed)
             weight = model.stacks["decoder"].blocks[-1].ffn.w_out.weight
@@ -187,7 +190,8 @@ def test_exponents_of_measured_models(placement):
             sizes.append(torch.autograd.grad(loss, weight)[0].norm().log().item())
         logs.append(np.mean(sizes))
     fitted = np.polyfit(np.log(depths), logs, 1)[0]
-    assert fitted == pytest.approx(theory.last_ffn_exponent(cfg, depths), abs=0.12)
+    expected = np.polyfit(np.log(depths), np.log([_gradient_at(cfg, depth) for depth in depths]), 1)[0]
+    assert fitted == pytest.approx(expected, abs=0.12)
 
 
 def test_appendix_f_s_factor_and_what_the_ffn_passes_back():

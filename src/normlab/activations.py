@@ -15,6 +15,7 @@ from normlab.attention import Attention
 from normlab.ffn import MoE
 from normlab.model import Block, Model
 from normlab.norm import BatchNorm, wide
+from normlab.residual import first_stream
 
 Key = tuple[str, int | None, str, str | None, str]
 
@@ -104,18 +105,13 @@ def watching(model: Model) -> Iterator[Seen]:
                 buffer.copy_(before)
 
 
-def _first(stream: Any) -> Tensor:
-    """Of a pair of streams, the first."""
-    return stream[0] if isinstance(stream, tuple) else stream
-
-
 def _mean_square(x: Tensor) -> Tensor:
     return wide(x.detach()).square().mean()
 
 
 def _watch_stream(seen: Seen, module: nn.Module, place: tuple[str, int | None, str, None], handles: list) -> None:
     def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
-        x = _first(output)
+        x = first_stream(output)
         seen.streams[(*place, "stream_rms")] = x
         seen.values |= {(*place, stat): value for stat, value in stream_statistics(x).items()}
 
@@ -150,11 +146,11 @@ def _watch_block(seen: Seen, block: Block, name: str, layer: int, handles: list,
             sums.append(args[0].detach())
 
         def hook(_module: nn.Module, args: tuple, output: Any) -> None:
-            total = wide(sums.pop() if sums else _first(output).detach())
+            total = wide(sums.pop() if sums else first_stream(output).detach())
             joining = wide(sum(branches[1:], branches[0]))
             branches.clear()
             if residual.treated:
-                joining = total - wide(_first(args[0]).detach())
+                joining = total - wide(first_stream(args[0]).detach())
             share = joining.var(correction=0) / total.var(correction=0)
             seen.values[(name, layer, site, None, "branch_share")] = share
 
@@ -167,7 +163,7 @@ def _watch_block(seen: Seen, block: Block, name: str, layer: int, handles: list,
 
     def turn(_module: nn.Module, args: tuple, output: Any) -> None:
         place = (name, layer, residuals[-1], None, "angular_distance")
-        seen.values[place] = angular_distance(_first(args[0]), _first(output))
+        seen.values[place] = angular_distance(first_stream(args[0]), first_stream(output))
         if isinstance(block.ffn, MoE) and block.ffn.load is not None:
             for e, share in enumerate(block.ffn.load):
                 seen.values[(name, layer, "ffn", f"expert_{e}", "expert_load")] = share

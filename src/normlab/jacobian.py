@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normlab.model import EncoderDecoder, Model
+from normlab.residual import first_stream
 
 NOISE = 1e-15  # singular values below this share of the largest are rounding
 
@@ -75,7 +76,7 @@ def partial_products(model: Model, inputs: Any) -> Iterator[Tensor]:
             raise ValueError(f"a batch of {len(tokens_1T)} sequences; accepted: one")
         x = stack.enter(stack.embed(tokens_1T))
         bias = None if stack.relative is None else stack.relative(tokens_1T.shape[1])
-    J_nn = torch.eye(_first(x).numel(), dtype=torch.float64)
+    J_nn = torch.eye(first_stream(x).numel(), dtype=torch.float64)
     for block in stack.blocks:
         x, step_nn = _block(block, x, memory, bias)
         J_nn = step_nn @ J_nn
@@ -84,16 +85,12 @@ def partial_products(model: Model, inputs: Any) -> Iterator[Tensor]:
 
 def _block(block: nn.Module, x: Any, memory: Tensor | None, bias: Tensor | None) -> tuple[Any, Tensor]:
     """(the stream after the block, (n, n) Jacobian of its first stream with respect to its first stream before)."""
-    leaf = _first(x).clone().requires_grad_()
+    leaf = first_stream(x).clone().requires_grad_()
     # the fused attention kernel has no rule for a batch of gradients
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         after = block((leaf, x[1]) if isinstance(x, tuple) else leaf, memory, bias)
-        out = _first(after)
+        out = first_stream(after)
         rows = torch.eye(out.numel(), dtype=out.dtype).view(-1, *out.shape)
         (grad,) = torch.autograd.grad(out, leaf, rows, is_grads_batched=True)
     after = tuple(stream.detach() for stream in after) if isinstance(after, tuple) else after.detach()
     return after, grad.flatten(1)
-
-
-def _first(stream: Any) -> Tensor:
-    return stream[0] if isinstance(stream, tuple) else stream

@@ -63,6 +63,11 @@ class Residual(nn.Module, ABC):
     def forward(self, x: Any, f: Sublayer) -> Any: ...
 
 
+def first_stream(x: Any) -> Tensor:
+    """The stream itself, or the first of a pair."""
+    return x[0] if isinstance(x, tuple) else x
+
+
 @final
 class Pre(Residual):
     def forward(self, x: Tensor, f: Sublayer) -> Tensor:

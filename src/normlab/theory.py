@@ -8,7 +8,7 @@ is added to, so that mean squares add up. No token is followed: attention, which
 of their mean square, which is why what it adds comes as bounds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -113,18 +113,6 @@ def last_ffn_gradient(cfg: ModelConfig) -> Bounds | None:
         return None
     lower, upper = sorted(_track(cfg, attends=attends)[-1].gradient for attends in (False, True))
     return Bounds(lower, upper)
-
-
-def last_ffn_exponent(cfg: ModelConfig, depths: Sequence[int]) -> float | None:
-    """Exponent of last_ffn_gradient over these depths: least squares on logs, the bounds' geometric middle."""
-    sizes = [last_ffn_gradient(at_depth(cfg, depth)) for depth in depths]
-    if len(set(depths)) < 2 or any(size is None for size in sizes):
-        return None
-    return float(np.polyfit(np.log(depths), np.log([s.middle for s in sizes if s is not None]), 1)[0])
-
-
-def at_depth(cfg: ModelConfig, depth: int) -> ModelConfig:
-    return cfg.model_copy(update={"depth": int(depth)})
 
 
 def post_gradient_factor(cfg: ModelConfig) -> tuple[float, float] | None:
