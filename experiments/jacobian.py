@@ -82,7 +82,7 @@ def run(cfg: Config) -> dict[str, Any]:
     path = Path(cfg.runs_dir) / cfg.study / run_id
     with store.alone(path) as mine:
         earlier = store.read_record(path) or {}
-        if not mine or (earlier.get("status") == "finished" and not cfg.force):
+        if not mine or store.relaunched(earlier, cfg.relaunch) == "skip":
             return {"run_id": run_id, **earlier}
         facts = {"run_id": run_id, "study": cfg.study, "data_sha256": learned.source.sha256, "device": "cpu"}
         folder = store.RunFolder(path, cfg, facts | store.provenance(ROOT))

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 from conftest import ROOT, compose
 
-from normlab import cli, config, config_model, verdict
+from normlab import cli, config, config_model, store, verdict
 from normlab.explain import ConfigError
 from normlab.init import INITS
 from normlab.optim import OPTIMIZERS, SCHEDULES
@@ -125,6 +125,10 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(config.Section, "__getattribute__", recording)
     for cfg in cfgs:
         cli.report(cfg, train(cfg))
+    record = train(cfgs[2])
+    for status in ("failed", "interrupted"):
+        store.write_record(tmp_path / "other" / record["run_id"], record | {"status": status})
+        record = train(cfgs[2])
     sections = [s for s in vars(config).values() if isinstance(s, type) and issubclass(s, config.Section)]
     fields = {(s.__name__, name) for s in sections for name in s.model_fields}
     told_apart_by_type = {("TextConfig", "name"), ("MarkovConfig", "name")}

@@ -13,6 +13,7 @@ from conftest import compose, tiny
 from normlab import store
 from normlab.relabel import relabel
 from normlab.results import load
+from normlab.signals import unbroken
 from normlab.train import _Fit, train
 
 BASE = ["model.depth=4", "log.every=3"]
@@ -221,7 +222,7 @@ def test_a_signal_waits_until_what_belongs_together_is_written(number):
     thread.start()
     before, written = signal.signal(number, signal.default_int_handler), []
     try:
-        with pytest.raises(KeyboardInterrupt), store.unbroken():
+        with pytest.raises(KeyboardInterrupt), unbroken():
             os.kill(os.getpid(), number)
             time.sleep(0.05)
             written.append(1)

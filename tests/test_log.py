@@ -113,6 +113,6 @@ def test_divergence_is_alerted_once_and_online_only(fake, tmp_path, why):
     ((title, text),) = fake.alerts
     assert title == "diverged"
     assert record["run_id"] in text
-    train(tiny(tmp_path, "log=offline", "force=true", *DIVERGING[why]))
+    train(tiny(tmp_path, "log=offline", "relaunch.finished=restart", *DIVERGING[why]))
     train(tiny(tmp_path, "log=online"))
     assert len(fake.alerts) == 1

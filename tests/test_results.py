@@ -21,7 +21,7 @@ def folder(tmp_path):
 def test_round_trip(folder, tmp_path):
     ids = [TensorId("decoder", 0, "attn", "q"), TensorId("decoder", None, "embed", "token")]
     folder.metrics([{"step": 0, "tokens": 8, "loss": 2.5, "val_loss": 2.25}, {"step": 1, "tokens": 16, "loss": 1e-300}])
-    folder.step_statistics(0, ids, {"weight_grad_norm": np.array([[0.1, 0.2], [0.3, math.inf]])})
+    folder.step_statistics(0, ids, ["weight_grad_norm"], np.array([[[0.1, 0.2]], [[0.3, math.inf]]]))
     folder.layers(2, probe.frame([("decoder", 1, "ffn", None, "stream_rms", 1.5)]))
     folder.close()
     folder.update(status="finished", verdict="stable", spikes=[])

@@ -61,7 +61,8 @@ def test_a_run_in_the_middle_of_others_is_the_run_alone(tmp_path):
 def test_what_a_run_leaves(tmp_path):
     record = train(tiny(tmp_path, "steps=7", "eval.every=3", "log.every=4"))
     folder = tmp_path / "scratch" / record["run_id"]
-    assert sorted(p.name for p in folder.iterdir()) == [".lock", "config.yaml", "layers", "metrics.jsonl", "run.json"]
+    names = ".lock checkpoint.pt config.yaml layers metrics.jsonl run.json"
+    assert sorted(p.name for p in folder.iterdir()) == names.split()
     assert json.loads((folder / "run.json").read_text()) == record
     assert record["status"] == "finished"
     assert {"torch", "hydra-core", "wandb"} <= set(record["packages"])
@@ -175,9 +176,9 @@ def test_a_run_of_another_process_is_left_alone(tmp_path):
     before = (folder / "run.json").read_bytes()
     with store.alone(folder) as mine:
         assert mine
-        assert train(tiny(tmp_path, "steps=0", "force=true"))["status"] == "running"
+        assert train(tiny(tmp_path, "steps=0", "relaunch.finished=restart"))["status"] == "running"
         assert (folder / "run.json").read_bytes() == before
-    assert train(tiny(tmp_path, "steps=0", "force=true"))["status"] == "finished"
+    assert train(tiny(tmp_path, "steps=0", "relaunch.finished=restart"))["status"] == "finished"
 
 
 def test_an_exception_is_a_failure_with_its_traceback(tmp_path, monkeypatch):
@@ -211,7 +212,7 @@ def test_an_interrupt_is_marked(tmp_path, monkeypatch):
 def test_a_finished_run_is_not_trained_again_unless_forced(tmp_path):
     first = train(tiny(tmp_path))
     assert train(tiny(tmp_path)) == first | {"reused": True}
-    forced = train(tiny(tmp_path, "force=true"))
+    forced = train(tiny(tmp_path, "relaunch.finished=restart"))
     assert forced["run_id"] == first["run_id"]
     assert forced["final_val_loss"] == first["final_val_loss"]
     assert forced["seconds"] != first["seconds"]
@@ -223,7 +224,8 @@ def test_run_id_follows_what_changes_numbers_and_nothing_else():
 
     base = identity()
     assert len(base) == 10
-    same = ["study=other", "log=disabled", "log.every=3", "runs_dir=/elsewhere", "force=true", "device=cpu"]
+    same = ["study=other", "log=disabled", "log.every=3", "runs_dir=/elsewhere", "device=cpu"]
+    same += ["relaunch.finished=restart", "checkpoint.every=9"]
     assert {identity(o) for o in same} == {base}
     assert identity(f"data.path={ROOT / 'pyproject.toml'}") == base  # the content's hash stands for the path
     different = [
@@ -234,10 +236,12 @@ def test_run_id_follows_what_changes_numbers_and_nothing_else():
         "precision=bf16",
         "probe.every=5",
         "eval.every=9",
+        "threads=2",
     ]
     ids = [identity(o) for o in different] + [identity(sha="b"), identity(device="cuda")]
     assert len({base, *ids}) == len(ids) + 1
     assert identity("optim.lr=0.001") == identity("optim.lr=1e-3") == base
+    assert identity("threads=2", device="cuda") == identity(device="cuda")
 
 
 def test_bf16_autocast_trains_like_fp32(tmp_path):

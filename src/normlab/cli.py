@@ -83,7 +83,8 @@ def report(cfg: Config, record: dict[str, Any]) -> str:
     if record["status"] == "running":
         return f"{who}  left alone: another process runs it"
     loss = record["final_val_loss"] if cfg.steps else record["init_val_loss"]
-    took = " (finished before; force=true repeats it)" if record.get("reused") else f"  {record['seconds']:.1f} s"
+    again = " (finished before; relaunch.finished=restart repeats it)"
+    took = again if record.get("reused") else f"  {record['seconds']:.1f} s"
     return f"{who}  {record['verdict'] or 'profiled'}  val loss {loss:.3f}{took if cfg.steps else ''}"
 
 

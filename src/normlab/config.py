@@ -165,6 +165,17 @@ class StopConfig(Section):
     hopeless: bool
 
 
+class CheckpointConfig(Section):
+    every: NonNegativeInt
+    seconds: NonNegativeFloat
+
+
+class RelaunchConfig(Section):
+    finished: Literal["skip", "restart"]
+    interrupted: Literal["resume", "restart", "skip"]
+    failed: Literal["resume", "restart", "skip"]
+
+
 class Config(Section):
     model: ModelConfig
     data: Annotated[TextConfig | MarkovConfig, Field(discriminator="name")]
@@ -175,6 +186,8 @@ class Config(Section):
     spikes: SpikesConfig
     verdict: VerdictConfig
     stop: StopConfig
+    checkpoint: CheckpointConfig
+    relaunch: RelaunchConfig
     study: FolderName
     seed: Seed
     steps: NonNegativeInt
@@ -182,8 +195,8 @@ class Config(Section):
     device: Annotated[str, AfterValidator(_device)]
     precision: Literal["fp32", "bf16"]
     compile: bool
+    threads: PositiveInt
     runs_dir: Annotated[str, AfterValidator(_absolute)]
-    force: bool
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "Config":
@@ -214,10 +227,10 @@ class Config(Section):
 
         The rules that label a run are left out too: normlab.relabel applies others to what was measured.
         """
-        exclude = {"study", "runs_dir", "force", "log", "device", "spikes", "verdict"}
+        exclude = {"study", "runs_dir", "log", "device", "spikes", "verdict", "checkpoint", "relaunch"}
         settings = self.model_dump(mode="json", exclude=exclude)
         if self.stop.hopeless:  # these then say how many steps are made
-            settings["stop"] |= {"rise": self.verdict.rise, "patience": self.verdict.patience}
+            settings["stop"] |= {"rise": self.verdict.rise, "patience": self.verdict.patience, "every": self.log.every}
         for key in ("path", "glob"):  # the content's hash stands for them
             settings["data"].pop(key, None)
         return settings

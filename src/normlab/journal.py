@@ -12,6 +12,7 @@ from torch import Tensor
 from normlab import meter, optim, relabel, store, verdict
 from normlab.config import Config
 from normlab.log import Log
+from normlab.signals import unbroken
 from normlab.spikes import Detector, log_norm
 from normlab.tensors import TensorId
 
@@ -39,7 +40,8 @@ class Journal:
         self._columns = [[i for i, block in enumerate(owner) if block == wanted] for wanted in blocks]
         several = len({stack for stack, _ in blocks}) > 1
         self._names = [f"grad_norm/{f'{s}_' if several else ''}layer_{layer:03d}" for s, layer in blocks]
-        self._has_eps = False
+        # below_eps tells nothing of an optimizer without a second moment under its root
+        self._stats = meter.STATS if cfg.optim.name in {"adam", "adamw"} else meter.STATS[:-1]
         self._pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -76,23 +78,44 @@ class Journal:
                    "seconds": seconds / len(rows)}
             for i, row in enumerate(rows[:count])
         ]  # fmt: skip
-        by_stat = {stat: values[:count, i] for i, stat in enumerate(meter.STATS)}
-        self._has_eps = self._has_eps or not np.isnan(by_stat["below_eps"]).all()
-        if not self._has_eps:  # not Adam
-            del by_stat["below_eps"]
-        with store.unbroken():
+        values = values[:count, : len(self._stats)]
+        with unbroken():
             self.folder.metrics(written)
-            self.folder.step_statistics(rows[0]["step"], self.ids, by_stat)
-            for i in np.flatnonzero(bad_counts[:count].any(axis=1)):
-                self.folder.step_statistics(rows[i]["step"], self.ids, {"nonfinite": bad_counts[i : i + 1]})
-        by_block = {stat: self._by_block(values[:count, i]) for i, stat in enumerate(meter.STATS[:3])}
+            done = 0
+            for bad in np.flatnonzero(bad_counts[:count].any(axis=1)):
+                self.folder.step_statistics(rows[done]["step"], self.ids, self._stats, values[done : bad + 1])
+                self.folder.step_statistics(rows[bad]["step"], self.ids, ["nonfinite"], bad_counts[bad : bad + 1, None])
+                done = bad + 1
+            if done < count:
+                self.folder.step_statistics(rows[done]["step"], self.ids, self._stats, values[done:])
+        self._absorb(written, values)
+
+    def replay(self) -> float:
+        """Go on behind the rows that the run folder kept, as if they had just been made; their seconds of training."""
+        rows = self.folder.rows()
+        done = 0
+        for values in self.folder.statistics(self._stats, len(self.ids)):
+            chunk = rows[done : done + len(values)]
+            self._watch_finite([row["loss"] for row in chunk], [row["grad_norm"] for row in chunk])
+            self._absorb(chunk, values)
+            done += len(values)
+        if done != len(rows):
+            raise ValueError(f"{self.folder.path}: {len(rows)} steps in metrics.jsonl, {done} in layers/")
+        return sum(row["seconds"] for row in rows)
+
+    def _absorb(self, rows: list[dict[str, Any]], values: np.ndarray) -> None:
+        """Remember and show the steps whose rows are on disk; values: (steps, stats, tensors)."""
+        if not rows:
+            return
+        by_block = {stat: self._by_block(values[:, i]) for i, stat in enumerate(meter.STATS[:3])}
+        count = len(rows)
         leading = count if self.first_bad is None else max(0, min(count, self.first_bad + 1 - len(self.losses)))
         self._before.extend({stat: found[i] for stat, found in by_block.items()} for i in range(leading))
-        for i, row in enumerate(written):
+        for i, row in enumerate(rows):
             self._show(row, by_block["weight_grad_norm"][i])
-        self.losses += loss[:count].tolist()
-        self.grad_norms += total[:count, 0].tolist()
-        self.log.progress(count, loss=self.losses[-1], lr=rows[count - 1]["lr"], grad=self.grad_norms[-1])
+        self.losses += [row["loss"] for row in rows]
+        self.grad_norms += [row["grad_norm"] for row in rows]
+        self.log.progress(count, loss=self.losses[-1], lr=rows[-1]["lr"], grad=self.grad_norms[-1])
 
     def _watch_finite(self, losses: list[float], grad_norms: list[float]) -> int:
         """How many of these steps are kept; notes the run's first non-finite one."""
@@ -105,7 +128,9 @@ class Journal:
 
     def _by_block(self, norms: np.ndarray) -> np.ndarray:
         """(steps, tensors) -> (steps, blocks): L2 norm over the tensors of each block."""
-        return np.stack([np.linalg.norm(norms[:, columns], axis=1) for columns in self._columns], axis=1)
+        # contiguous rows, so that a sum's order does not hang on how many steps came together
+        parts = (np.ascontiguousarray(norms[:, columns]) for columns in self._columns)
+        return np.stack([np.linalg.norm(part, axis=1) for part in parts], axis=1)
 
     def _show(self, row: Mapping[str, Any], layers: np.ndarray) -> None:
         """One W&B row: the metrics, the blocks' gradients, each detector's z, and a mark where the loss is a spike."""

@@ -26,7 +26,7 @@ class Profile:
         self, model: Model, objective: Objective, batches: list[tuple[Any, Tensor]], *, layer_drop: bool
     ) -> None:
         self._model, self._objective, self._batches, self._layer_drop = model, objective, batches, layer_drop
-        self._logits: Tensor | None = None
+        self.logits: Tensor | None = None  # of the first batch at the last call
 
     def __call__(self) -> pd.DataFrame:
         """profile's rows; output_change: RMS over the first batch's logits, in evaluation mode, of their change since
@@ -38,10 +38,10 @@ class Profile:
         assert logits is not None
         stack = list(self._model.stacks)[-1]
         extra: list[tuple] = []
-        if self._logits is not None:
-            change = (logits - self._logits).square().mean().sqrt().item()
+        if self.logits is not None:
+            change = (logits - self.logits).square().mean().sqrt().item()
             extra.append((stack, None, "head", None, "output_change", change))
-        self._logits = logits
+        self.logits = logits
         if self._layer_drop:
             extra += layer_drop(self._model, lambda *batch: self._objective(*batch)[1], self._batches)
         return pd.concat([table, frame(extra)], ignore_index=True) if extra else table

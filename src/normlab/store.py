@@ -6,9 +6,7 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -18,10 +16,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 import yaml
 
-from normlab.config import Config
+from normlab.config import Config, RelaunchConfig
 from normlab.tensors import TensorId
 
 PART_ROWS = 200_000  # rows of layer statistics held in memory before a Parquet part is written
@@ -32,6 +32,8 @@ PACKAGES = ("torch", "hydra-core", "wandb", "numpy", "pandas")
 def run_id(cfg: Config, data_sha256: str, device_type: str) -> str:
     """First 10 hex digits of the SHA-256 of the canonical JSON of all that can change a number of the result."""
     identity = {**cfg.identity(), "data_sha256": data_sha256, "device_type": device_type}
+    if device_type != "cpu":
+        del identity["threads"]
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
@@ -49,23 +51,6 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def unbroken() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until what belongs together is written."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets them
-        yield
-        return
-    held: list[int] = []
-    before = {s: signal.signal(s, lambda number, _frame: held.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in held[:1]:
-            signal.raise_signal(number)
-
-
-@contextmanager
 def alone(path: Path) -> Iterator[bool]:
     """Hold the run folder against other processes; False if one of them holds it. A dead owner holds nothing."""
     path.mkdir(parents=True, exist_ok=True)
@@ -78,22 +63,47 @@ def alone(path: Path) -> Iterator[bool]:
         yield True
 
 
-class RunFolder:
-    """Writer of one run. Opening it clears what an earlier attempt left."""
+def relaunched(earlier: Mapping[str, Any], rules: RelaunchConfig) -> str:
+    """skip, resume or restart: what to do with a run by the record that an earlier launch left, if one did.
 
-    def __init__(self, path: Path, cfg: Config, record: Mapping[str, Any]) -> None:
+    A run whose record says `running` while nobody holds its folder was killed.
+    """
+    status = earlier.get("status")
+    if status == "finished":
+        return rules.finished
+    return rules.failed if status == "failed" else rules.interrupted if status else "resume"
+
+
+class RunFolder:
+    """Writer of one run. Opening it drops what an earlier attempt left, but for what a checkpoint `kept`."""
+
+    def __init__(
+        self, path: Path, cfg: Config, record: Mapping[str, Any], kept: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = path
         self.record = dict(record)
-        self._parts: list[pa.Table] = []
-        self._ids: dict[str, pa.Array] | None = None
+        self._tables: list[pa.Table] = []  # rows that are in no part yet
+        self._waiting = 0
+        self._ids: dict[tuple[str, ...], pa.Table] = {}
         self._part_count = 0
         (path / "layers").mkdir(parents=True, exist_ok=True)
-        for old in [*path.glob("layers/*.parquet"), path / "metrics.jsonl", path / "traceback.txt"]:
-            old.unlink(missing_ok=True)
-        shutil.rmtree(path / "wandb", ignore_errors=True)  # two offline records of one id would be merged by a sync
+        (path / "traceback.txt").unlink(missing_ok=True)
+        for left in [*path.glob(".*.tmp"), *path.glob("layers/.*.tmp")]:  # by a kill
+            left.unlink()
+        if kept is None:
+            kept = {"rows": 0, "parts": 0, "tail": torch.empty(0, dtype=torch.uint8)}
+            shutil.rmtree(path / "wandb", ignore_errors=True)  # two offline records of one id would be merged by a sync
+        for part in self._parts()[kept["parts"] :]:
+            part.unlink()
+        self._part_count = kept["parts"]
+        if len(kept["tail"]):
+            self._add(pa.ipc.open_stream(kept["tail"].numpy()).read_all())
         self.update(status="running")
         write_atomically(path / "config.yaml", yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
-        self._metrics = (path / "metrics.jsonl").open("w")
+        self._metrics = (path / "metrics.jsonl").open("r+" if kept["rows"] else "w")
+        self._rows = kept["rows"]
+        self._metrics.truncate(sum(map(len, _lines(path)[: self._rows])))
+        self._metrics.seek(0, os.SEEK_END)
 
     def update(self, **fields: Any) -> None:
         """Set fields of run.json, on disk at once."""
@@ -101,45 +111,112 @@ class RunFolder:
         write_record(self.path, self.record)
 
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows to metrics.jsonl and flush. Non-finite numbers are written as NaN and Infinity."""
+        """Append rows to metrics.jsonl and flush. Non-finite numbers are written as NaN and Infinity.
+
+        Raises FileNotFoundError if someone has deleted the file, which would else grow unseen.
+        """
         self._metrics.writelines(json.dumps(row) + "\n" for row in rows)
         self._metrics.flush()
+        self._rows += len(rows)
+        path = self.path / "metrics.jsonl"
+        if not os.path.samestat(os.fstat(self._metrics.fileno()), path.stat()):
+            raise FileNotFoundError(f"{path} was replaced while its run was writing it")
 
     def layers(self, step: int, rows: pd.DataFrame) -> None:
         """Add tidy rows (probe.COLUMNS) that belong to one step."""
         rows = rows.assign(step=np.int64(step)).astype({"layer": "Int64"})
         self._add(pa.Table.from_pandas(rows, schema=LAYERS_SCHEMA, preserve_index=False))
 
-    def step_statistics(self, first_step: int, ids: Sequence[TensorId], stats: Mapping[str, np.ndarray]) -> None:
-        """Add every-step statistics of all tensors: each value of `stats` is (steps, len(ids))."""
-        steps = len(next(iter(stats.values())))
-        if self._ids is None:
-            self._ids = {f: pa.array([getattr(i, f) for i in ids], LAYERS_SCHEMA.field(f).type) for f in _ID_FIELDS}
-        step = pa.array(np.repeat(np.arange(first_step, first_step + steps), len(ids)))
-        shared = {"step": step, **{f: pa.concat_arrays([column] * steps) for f, column in self._ids.items()}}
-        for stat, values in stats.items():
-            named = pa.repeat(stat, values.size)
-            self._add(pa.table({**shared, "stat": named, "value": values.ravel()}, schema=LAYERS_SCHEMA))
+    def step_statistics(
+        self, first_step: int, ids: Sequence[TensorId], stats: Sequence[str], values: np.ndarray
+    ) -> None:
+        """Add every-step statistics of all tensors, values (steps, len(stats), len(ids)), a step after the other."""
+        if tuple(stats) not in self._ids:
+            columns = {f: [getattr(i, f) for i in ids] * len(stats) for f in _ID_FIELDS}
+            columns["stat"] = [stat for stat in stats for _ in ids]
+            fields = [LAYERS_SCHEMA.field(name) for name in columns]
+            self._ids[tuple(stats)] = pa.table(columns, schema=pa.schema(fields))
+        of_one_step = self._ids[tuple(stats)]
+        table = pa.concat_tables([of_one_step] * len(values)).combine_chunks()
+        step = np.repeat(np.arange(first_step, first_step + len(values)), len(of_one_step))
+        table = table.add_column(0, LAYERS_SCHEMA.field("step"), pa.array(step))
+        self._add(table.append_column(LAYERS_SCHEMA.field("value"), pa.array(values.ravel())))
+
+    def kept(self) -> dict[str, Any]:
+        """What the folder holds now, on disk for good, for a checkpoint to say how far its run had come."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, LAYERS_SCHEMA) as stream:
+            stream.write_table(self._pending())
+        tail = torch.from_numpy(np.frombuffer(sink.getvalue(), np.uint8).copy())
+        return {"rows": self._rows, "parts": self._part_count, "tail": tail}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl."""
+        return [json.loads(line) for line in _lines(self.path)]
+
+    def statistics(self, stats: Sequence[str], width: int) -> Iterator[np.ndarray]:
+        """The every-step statistics that were added, as chunks of (steps, len(stats), width)."""
+        size, rest = len(stats) * width, np.empty(0)
+        for table in [*map(pq.read_table, self._parts()[: self._part_count]), self._pending()]:
+            mine = table.filter(pc.field("stat").isin(list(stats)))
+            rest = np.concatenate((rest, mine["value"].to_numpy()))
+            whole = len(rest) // size * size
+            yield rest[:whole].reshape(-1, len(stats), width)
+            rest = rest[whole:]
 
     def close(self) -> None:
-        self._write_part()
+        if self._waiting:
+            self._write_part(self._pending())
+            self._tables, self._waiting = [], 0
         self._metrics.close()
 
-    def _add(self, rows: pa.Table) -> None:
-        self._parts.append(rows)
-        if sum(map(len, self._parts)) >= PART_ROWS:
-            self._write_part()
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.glob("layers/part-*.parquet"))
 
-    def _write_part(self) -> None:
-        if not self._parts:
+    def _pending(self) -> pa.Table:
+        return pa.concat_tables([LAYERS_SCHEMA.empty_table(), *self._tables]).combine_chunks()
+
+    def _add(self, rows: pa.Table) -> None:
+        """Parts are cut at a fixed number of rows, so that they do not tell when rows were added."""
+        self._tables.append(rows)
+        self._waiting += len(rows)
+        if self._waiting < PART_ROWS:
             return
-        table = pa.concat_tables(self._parts)
+        table = self._pending()
+        cut = self._waiting // PART_ROWS * PART_ROWS
+        for start in range(0, cut, PART_ROWS):
+            self._write_part(table.slice(start, PART_ROWS))
+        self._tables, self._waiting = [table.slice(cut)], len(table) - cut
+
+    def _write_part(self, table: pa.Table) -> None:
         target = self.path / "layers" / f"part-{self._part_count:05d}.parquet"
-        temporary = target.with_suffix(".tmp")
-        pq.write_table(table, temporary, compression="zstd")
-        temporary.replace(target)
+        with _replacing(target) as temporary:
+            pq.write_table(table, temporary, compression="zstd")
         self._part_count += 1
-        self._parts.clear()
+
+
+def check_kept(path: Path, kept: Mapping[str, Any]) -> None:
+    """Raise ValueError if the run folder lacks rows that a checkpoint counts on."""
+    rows = len(_lines(path))
+    if rows < kept["rows"]:
+        raise ValueError(f"metrics.jsonl has {rows} of the {kept['rows']} steps before it")
+    for number in range(kept["parts"]):
+        part = path / "layers" / f"part-{number:05d}.parquet"
+        try:
+            rows = pq.read_metadata(part).num_rows
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ValueError(" ".join(str(error).split())) from None
+        if rows != PART_ROWS:
+            raise ValueError(f"{part} has {rows} rows, not {PART_ROWS}")
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The whole lines of metrics.jsonl."""
+    metrics = path / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
 LAYERS_SCHEMA = pa.schema(
@@ -157,9 +234,31 @@ LAYERS_SCHEMA = pa.schema(
 
 def write_atomically(path: Path, text: str) -> None:
     """A reader or a crash sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
+    with _replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, which it replaces once it is on disk."""
+    temporary = temporary_name(path)
+    yield temporary
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on disk, as os.replace alone does not."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def provenance(root: Path) -> dict[str, Any]:

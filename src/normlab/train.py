@@ -1,8 +1,11 @@
 """One run, top to bottom: build, train, measure, judge, record."""
 
+import math
+import random
+import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import optim, relabel, results, store, task
+from normlab import checkpoint, optim, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import Clock, device_name, pick_device
 from normlab.init import calibrate, initialise
@@ -21,6 +24,7 @@ from normlab.meter import StepMeter, global_norm
 from normlab.model import build, compile_blocks
 from normlab.probe import Profile, evaluating
 from normlab.sharpness import critical_sharpness
+from normlab.signals import Postponed
 from normlab.task import Batch, Task, micro_batches
 from normlab.tensors import count_parameters
 
@@ -28,10 +32,12 @@ from normlab.tensors import count_parameters
 def train(cfg: Config) -> dict[str, Any]:
     """Run one configuration and return run.json's content.
 
-    A finished run with the same id is not repeated (cfg.force does): its record comes back with `reused`. One that
-    another process is running is left alone: its record, status `running`. Divergence is a result. Any exception is
-    recorded as `failed` with its traceback and raised again.
+    A run that an earlier launch left is skipped, resumed from its last checkpoint or restarted, as cfg.relaunch says
+    for its status; skipped, its record comes back with `reused`. One that another process is running is left alone: its
+    record, status `running`. Divergence is a result. Any exception is recorded as `failed` with its traceback and
+    raised again; a signal lets the step finish, writes a checkpoint and marks the run `interrupted`.
     """
+    torch.set_num_threads(cfg.threads)
     device = pick_device(cfg.device)
     learned = task.make(cfg)
     source = learned.source
@@ -41,9 +47,13 @@ def train(cfg: Config) -> dict[str, Any]:
         earlier = store.read_record(path) or {}
         if not mine:
             return {"run_id": run_id, **earlier, "status": "running"}
-        if earlier.get("status") == "finished" and not cfg.force:
-            return _judged_anew(path, earlier, cfg) | {"reused": True}
-        return _recorded(cfg, learned, device, path)
+        what = store.relaunched(earlier, cfg.relaunch)
+        if what == "skip":
+            return (_judged_anew(path, earlier, cfg) if earlier["status"] == "finished" else earlier) | {"reused": True}
+        state = None
+        if what == "resume":
+            state = checkpoint.read(path, run_id, lambda state: store.check_kept(path, state["kept"]))
+        return _recorded(cfg, learned, device, path, earlier, state)
 
 
 def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, Any]:
@@ -60,9 +70,21 @@ def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, A
     return record
 
 
-def _recorded(cfg: Config, learned: Task, device: torch.device, path: Path) -> dict[str, Any]:
-    """Train, with the record kept whatever happens."""
+def _recorded(
+    cfg: Config,
+    learned: Task,
+    device: torch.device,
+    path: Path,
+    earlier: Mapping[str, Any],
+    state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Train, from a checkpoint's state if there is one, with the record kept whatever happens."""
     source = learned.source
+    attempt = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "from_step": state["step"] if state else 0,
+        **store.provenance(Path(__file__).parent),
+    }
     facts = {
         "run_id": path.name,
         "study": cfg.study,
@@ -71,14 +93,19 @@ def _recorded(cfg: Config, learned: Task, device: torch.device, path: Path) -> d
         "bigram_entropy": source.h2,
         "entropy_rate": source.entropy_rate,
         "device": device_name(device),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **store.provenance(Path(__file__).parent),
+        **attempt,
+        "attempts": [*(earlier.get("attempts", []) if state else []), attempt],
     }
-    folder = store.RunFolder(path, cfg, facts)
+    if not state:
+        checkpoint.clear(path)
+    folder = store.RunFolder(path, cfg, facts, state and state["kept"])
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             fit = _Fit(cfg, learned, device, folder, log)
+            if state:
+                print(f"{cfg.study}/{path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
+                fit.resume(state)
             try:
                 result = fit.run()
             except (KeyboardInterrupt, SystemExit):
@@ -86,25 +113,32 @@ def _recorded(cfg: Config, learned: Task, device: torch.device, path: Path) -> d
                 raise
             folder.close()
             folder.update(status="finished", **result)
+            checkpoint.forget_previous(path)
             log.summary(result)
     except BaseException as error:
-        folder.close()
         if folder.record["status"] == "running":
-            interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-            (path / "traceback.txt").write_text(traceback.format_exc())
-            folder.update(
-                status="interrupted" if interrupted else "failed",
-                reason=" ".join(f"{type(error).__name__}: {error}".split()),
-            )
+            _record_end(folder, error)
         raise
     return folder.record
+
+
+def _record_end(folder: store.RunFolder, error: BaseException) -> None:
+    """Why a run ended early, in its folder; on stderr where that cannot be written."""
+    interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+    status = "interrupted" if interrupted else "failed"
+    try:
+        folder.update(status=status, reason=" ".join(f"{type(error).__name__}: {error}".split()))
+        (folder.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
+        folder.close()
+    except OSError as unwritten:
+        print(f"{folder.path}: cannot be marked {status}: {unwritten}", file=sys.stderr)
 
 
 class _Fit:
     """The state of one training run and its loop."""
 
     def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
-        torch.manual_seed(cfg.seed)
+        _seed(cfg.seed)
         self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
         self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
@@ -120,19 +154,30 @@ class _Fit:
         blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
         self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
         self.clock = Clock()
+        self.start, self.init_val_loss, self.stopped = 0, math.nan, None
+        self.saved = time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        cfg, stop, journal = self.cfg, self.cfg.stop, self.journal
-        init_val_loss = self.evaluate()
-        stopped = None
-        for step in range(cfg.steps):
+        if self.start == 0:
+            self.init_val_loss = self.evaluate()
+        with Postponed() as signals:
+            self.steps(signals)
+        if self.journal.ended:
+            return self.result(float("nan"), "not finite")
+        self.write_profile(len(self.journal.losses), before_a_step=False)
+        return self.result(self.evaluate() if self.cfg.steps else self.init_val_loss, self.stopped)
+
+    def steps(self, signals: Postponed) -> None:
+        """The training steps that are left; a checkpoint of the last one, unless it was not finite."""
+        cfg, journal = self.cfg, self.journal
+        for step in range(self.start, cfg.steps if self.stopped is None else 0):
             row: dict[str, Any] = {
                 "step": step,
                 "tokens": (step + 1) * cfg.data.batch_size * cfg.model.context,
                 "lr": optim.learning_rate(cfg.optim, step, cfg.steps),
             }
             if _due(step, cfg.eval.every):
-                row["val_loss"] = init_val_loss if step == 0 else self.evaluate()
+                row["val_loss"] = self.init_val_loss if step == 0 else self.evaluate()
             if self.profiled(step):
                 self.write_profile(step, before_a_step=True)
             if journal.ended:
@@ -150,13 +195,46 @@ class _Fit:
                 journal.flush(self.clock.lap)
                 if journal.ended:
                     break
-                if stop.hopeless and journal.hopeless(init_val_loss):
-                    stopped = "hopeless"
+                if cfg.stop.hopeless and journal.hopeless(self.init_val_loss):
+                    self.stopped = "hopeless"
                     break
-        if journal.ended:
-            return self.result(init_val_loss, float("nan"), "not finite")
-        self.write_profile(len(journal.losses), before_a_step=False)
-        return self.result(init_val_loss, self.evaluate() if cfg.steps else init_val_loss, stopped)
+            if signals.waiting or (step + 1 < cfg.steps and self.checkpoint_due(step + 1)):
+                self.checkpoint(step + 1)
+                signals.deliver()
+        if cfg.steps and self.start < len(journal.losses):
+            self.checkpoint(len(journal.losses))
+
+    def checkpoint_due(self, done: int) -> bool:
+        every, seconds = self.cfg.checkpoint.every, self.cfg.checkpoint.seconds
+        return _due(done, every) or (seconds > 0 and time.monotonic() - self.saved >= seconds)
+
+    def checkpoint(self, done: int) -> None:
+        """Write down all that the steps from `done` on need, but never weights that are not finite any more."""
+        with self.measuring():
+            if self.journal.ended:
+                return
+            state = {
+                "settings": self.cfg.identity(),
+                "step": done,
+                "stopped": self.stopped,
+                "init_val_loss": self.init_val_loss,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "profiled_logits": self.profile.logits,
+                "kept": self.folder.kept(),
+            }
+            checkpoint.write(self.folder.path, self.folder.path.name, state, self.device)
+            self.saved = time.monotonic()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take up a run where its checkpoint left it."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        logits = state["profiled_logits"]
+        self.profile.logits = None if logits is None else logits.to(self.device)
+        self.start, self.stopped, self.init_val_loss = state["step"], state["stopped"], state["init_val_loss"]
+        self.clock.total = self.journal.replay()
+        checkpoint.restore_random(state, self.device)
 
     def backward(self, batch: Batch) -> Tensor:
         """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
@@ -231,7 +309,7 @@ class _Fit:
         with self.clock.paused():
             yield
 
-    def result(self, init_val_loss: float, final_val_loss: float, stopped: str | None) -> dict[str, Any]:
+    def result(self, final_val_loss: float, stopped: str | None) -> dict[str, Any]:
         """The numbers of run.json. h1 and h2 are those of the evaluated tokens, as the verdict uses them."""
         cfg, losses = self.cfg, self.journal.losses
 
@@ -240,7 +318,7 @@ class _Fit:
 
         h1, h2 = reference(0), reference(1)
         exact = self.task.source.entropy_rate is not None and cfg.model.arch != "encoder"  # which sees both sides
-        judged = self.journal.judged(init_val_loss=init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
+        judged = self.journal.judged(init_val_loss=self.init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
         self.journal.close()
         tokens = len(losses) * cfg.data.batch_size * cfg.model.context
         return {
@@ -249,7 +327,7 @@ class _Fit:
             "stopped": stopped,
             "h1": h1,
             "h2": h2,
-            "init_val_loss": init_val_loss,
+            "init_val_loss": self.init_val_loss,
             "final_val_loss": final_val_loss,
             "final_loss": losses[-1] if losses else None,
             "excess_loss": final_val_loss - reference(self.task.window) if exact else None,
@@ -257,6 +335,13 @@ class _Fit:
             "tokens_per_second": tokens / self.clock.total if losses else None,
             **judged,
         }
+
+
+def _seed(seed: int) -> None:
+    """Every global generator, whatever an earlier run of the process left."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)  # and every CUDA device's
 
 
 def _due(step: int, every: int) -> bool:
