@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normlab.config_model import ModelConfig
-from normlab.ffn import scaled
+from normlab.ffn import dropped, scaled
 from normlab.norm import NORMS, wide
 from normlab.position import Rotary
 
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         H, G, K = cfg.heads, cfg.key_heads, cfg.head_size
         self.causal, self.rotary, self.head_size = causal, rotary, K
         self.softcap, self.score_scale, self.scale = cfg.attn_softcap, cfg.score_scale, scale
-        self.attn_dropout, self.groups = cfg.dropout, H // G
+        self.dropout, self.groups = cfg.dropout, H // G
         # Rows of a fused weight that are one logical tensor each: own init, own gradient norm.
         sizes = {"q": H * K, "k": G * K, "v": G * K}
         if cross:
@@ -47,8 +47,8 @@ class Attention(nn.Module):
         else:
             self.w_qkv = nn.Linear(cfg.width, (H + 2 * G) * K, cfg.qkv_bias)
             self.fused = {"w_qkv": sizes}
+        self._parts = next(list(parts.values()) for parts in self.fused.values())
         self.w_out = nn.Linear(H * K, cfg.width, cfg.out_bias)
-        self.dropout = nn.Dropout(cfg.dropout)
 
         def make_norm(width: int, wanted: bool) -> nn.Module | None:
             return NORMS[cfg.norm].make(width, cfg.eps) if wanted else None
@@ -63,13 +63,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor | None = None, bias_BHTS: Tensor | None = None) -> Tensor:
         if memory_BSD is None:
-            q, k, v = self.w_qkv(x_BTD).split(list(self.fused["w_qkv"].values()), dim=-1)
+            q, k, v = self.w_qkv(x_BTD).split(self._parts, dim=-1)
         else:
             q = self.w_q(x_BTD)
-            k, v = self.w_kv(memory_BSD).split(list(self.fused["w_kv"].values()), dim=-1)
+            k, v = self.w_kv(memory_BSD).split(self._parts, dim=-1)
         if self.joint and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK, k_BSGK, v_BSGK = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))
+        q_BTHK, k_BSGK, v_BSGK = (t.view(*t.shape[:2], -1, self.head_size) for t in (q, k, v))
         if not self.joint and self.q_norm is not None and self.k_norm is not None:
             q_BTHK, k_BSGK = self.q_norm(q_BTHK), self.k_norm(k_BSGK)
         if self.v_norm is not None:
@@ -83,11 +83,11 @@ class Attention(nn.Module):
         y_BTD = y_BHTK.transpose(1, 2).flatten(2)
         if self.out_norm is not None:
             y_BTD = self.out_norm(y_BTD)
-        return self.dropout(scaled(self.w_out(y_BTD), self.scale))
+        return dropped(scaled(self.w_out(y_BTD), self.scale), self.dropout, self.training)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """Softmax of the scores, weighted mean of the values. A bias of a causal stack masks the future itself."""
-        rate = self.attn_dropout if self.training else 0.0
+        rate = self.dropout if self.training else 0.0
         if self.softcap is None:
             causal = self.causal and bias is None
             mask = None if bias is None else bias.type_as(q)

@@ -61,6 +61,11 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else factor * x
 
 
+def dropped(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Dropout; x itself at rate 0."""
+    return F.dropout(x, rate, training) if rate else x
+
+
 class FFN(nn.Module):
     """W_out act(W_in x), or W_out (act(W_gate x) * W_in x) when gated. (B, T, D) -> (B, T, D).
 
@@ -85,14 +90,14 @@ class FFN(nn.Module):
         self.w_gate = nn.Linear(width, hidden, bias) if act.gated else None
         self.inner_norm = inner_norm
         self.w_out = nn.Linear(hidden, width, bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         h_BTF = self.w_in(x_BTD)
         h_BTF = self.act(h_BTF) if self.w_gate is None else self.act(self.w_gate(x_BTD)) * h_BTF
         if self.inner_norm is not None:
             h_BTF = self.inner_norm(h_BTF)
-        return self.dropout(scaled(self.w_out(h_BTF), self.scale))
+        return dropped(scaled(self.w_out(h_BTF), self.scale), self.dropout, self.training)
 
 
 def _full_precision(device_type: str) -> AbstractContextManager:
@@ -132,7 +137,7 @@ class MoE(nn.Module):
         self.expert_gate = nn.Parameter(torch.empty(experts, hidden, width)) if act.gated else None
         self.inner_norm = inner_norm
         self.expert_out = nn.Parameter(torch.empty(experts, width, hidden))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
         self.load: Tensor | None = None
         self.balance: Tensor | None = None
 
@@ -146,7 +151,7 @@ class MoE(nn.Module):
         if self.inner_norm is not None:
             h_BTEF = self.inner_norm(h_BTEF)
         y_BTD = torch.einsum("btef,edf->btd", h_BTEF * p_BTE[..., None].type_as(h_BTEF), self.expert_out)
-        return self.dropout(scaled(y_BTD, self.scale))
+        return dropped(scaled(y_BTD, self.scale), self.dropout, self.training)
 
     def _route(self, x_BTD: Tensor) -> Tensor:
         """The weight of each expert for each token, 0 where it is not chosen."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from normlab.attention import Attention
 from normlab.config_model import ModelConfig
-from normlab.ffn import ACTIVATIONS, FFN, MoE, scaled
+from normlab.ffn import ACTIVATIONS, FFN, MoE, dropped, scaled
 from normlab.norm import NORMS, wide
 from normlab.position import RelativeBias, Rotary, sinusoid
 from normlab.residual import PLACEMENTS, Residual
@@ -91,7 +91,7 @@ class Embedding(nn.Module):
         self.register_buffer("fixed_TD", fixed_TD, persistent=False)
         self.segment = nn.Embedding(cfg.segments, cfg.width) if cfg.segments else None
         self.norm = make_norm(cfg) if cfg.embed_norm else None
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.dropout = cfg.dropout
 
     def forward(self, tokens_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         T = tokens_BT.shape[1]
@@ -104,7 +104,7 @@ class Embedding(nn.Module):
             x_BTD = x_BTD + (self.segment.weight[0] if segments_BT is None else self.segment(segments_BT))
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        return self.dropout(x_BTD)
+        return dropped(x_BTD, self.dropout, self.training)
 
 
 class Stack(nn.Module):

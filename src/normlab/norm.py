@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_NARROW = (torch.float16, torch.bfloat16)
+
 
 def wide(x: Tensor) -> Tensor:
     """x in float32, or wider if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype in _NARROW else x
 
 
 class LayerNorm(nn.LayerNorm):
