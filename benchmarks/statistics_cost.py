@@ -65,8 +65,7 @@ class Watched(Bare):
 
     def __init__(self, cfg: Config, folder: Path) -> None:
         super().__init__(cfg)
-        self.meter = StepMeter(self.model)
-        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
+        self.meter = StepMeter(self.model, self.optimizer)
         self.folder = store.RunFolder(folder, cfg, {})
         log = Log(cfg.log, folder, study="bench", steps=1, settings={})
         blocks = [("decoder", i) for i in range(cfg.model.depth)]
@@ -76,11 +75,8 @@ class Watched(Bare):
         loss = self.model.loss(*self.batch)
         loss.backward()
         norms, nonfinite = self.meter.gradients()
-        self.meter.before_update()
-        self.optimizer.step()
         row = {"step": self.step, "tokens": 0, "lr": 1e-3}
-        self.journal.add(row, loss.detach(), norms, nonfinite, self.meter.update(self.optimizer))
-        self.optimizer.zero_grad(set_to_none=True)
+        self.journal.add(row, loss.detach(), norms, nonfinite, self.meter.update())
 
     def finish(self) -> None:
         self.journal.flush(lambda: 0.0)

@@ -72,7 +72,7 @@ def test_an_exploding_layer_is_named_when_its_gradient_left_its_range_first(tmp_
             norms[index] *= 1e4
         if len(steps) == 9:
             norms.fill_(math.inf)
-        measure(fit, lr, norms)
+        return measure(fit, lr, norms)
 
     monkeypatch.setattr(_Fit, "update", update)
     record = train(tiny(tmp_path, *BASE, "steps=12"))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from conftest import compose, tiny
 
+from normlab import meter as meter_module
 from normlab import optim, task
 from normlab.init import initialise
-from normlab.meter import STATS, Flat, StepMeter
+from normlab.meter import STATS, StepMeter
 from normlab.model import Model, build
 from normlab.results import load
 from normlab.tensors import tensors
@@ -40,14 +41,16 @@ def norm(x: torch.Tensor) -> float:
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_statistics_against_a_plain_loop(shape, name, half):
+@pytest.mark.parametrize("chunk", [2**22, 1])
+def test_statistics_against_a_plain_loop(monkeypatch, shape, name, half, chunk):
     """Three steps, under bf16 autocast too, with two backward passes each and clipping after the measurement.
 
     1e-5 relative: sums of float32 rows run in float32 where that is safe."""
-    model, _ = made(*shape)
-    meter = StepMeter(model)
-    cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.eps=1e-5")
-    optimizer = optim.make(model, cfg.optim, cfg.model)
+    monkeypatch.setitem(meter_module._CHUNK, "cpu", chunk)
+    model, optimizer = made(*shape, f"optim.name={name}", "optim.lr=0.01", "optim.eps=1e-5")
+    meter = StepMeter(model, optimizer)
+    assert len(meter.flat) > (10 if chunk == 1 else 1)
+    parameters = [p for c in meter._flat.chunks for p in c.parameters]
     for step in range(3):
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -55,13 +58,10 @@ def test_statistics_against_a_plain_loop(shape, name, half):
             loss.backward()
         grads = {str(e.id): norm(e.of(e.parameter.grad)) for e in tensors(model)}
         norms, bad = meter.gradients()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.nn.utils.clip_grad_norm_(meter.flat, 0.1)
         assert not bad.any()
         before = {str(e.id): e.value.clone() for e in tensors(model)}
-        meter.before_update()
-        optimizer.step()
-        others = meter.update(optimizer)
-        optimizer.zero_grad()
+        others = meter.update()
         got = {stat: dict(zip(map(str, meter.ids), v.tolist(), strict=True))
                for stat, v in zip(STATS, (norms, *others), strict=True)}  # fmt: skip
         for entry in tensors(model):
@@ -75,7 +75,9 @@ def test_statistics_against_a_plain_loop(shape, name, half):
             if name == "sgd":
                 assert math.isnan(got["below_eps"][key])
                 continue
-            second = entry.of(optimizer.state[entry.parameter]["exp_avg_sq"]) / (1 - 0.98 ** (step + 1))
+            seconds = meter._flat.views(torch.cat([optimizer.state[flat]["exp_avg_sq"] for flat in meter.flat]))
+            mine = next(v for p, v in zip(parameters, seconds, strict=True) if p is entry.parameter)
+            second = entry.of(mine) / (1 - 0.98 ** (step + 1))
             share = (second.double().sqrt() < 1e-5).double().mean().item()
             assert got["below_eps"][key] == pytest.approx(share, abs=1e-6), key
     if name == "adamw":
@@ -85,8 +87,8 @@ def test_statistics_against_a_plain_loop(shape, name, half):
 @pytest.mark.parametrize("scale", [1e20, 1e-25])
 def test_norms_neither_overflow_nor_vanish(scale):
     """float32 squares of these are inf and 0."""
-    model, _ = made()
-    meter = StepMeter(model)
+    model, optimizer = made()
+    meter = StepMeter(model, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, scale)
     norms, _ = meter.gradients()
@@ -95,8 +97,8 @@ def test_norms_neither_overflow_nor_vanish(scale):
 
 
 def test_non_finite_numbers_are_counted_by_tensor():
-    model, _ = made()
-    meter = StepMeter(model)
+    model, optimizer = made()
+    meter = StepMeter(model, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     block = model.decoder.blocks[1]
@@ -110,9 +112,9 @@ def test_non_finite_numbers_are_counted_by_tensor():
 
 
 def test_the_meter_changes_no_weight_and_keeps_ties():
-    model, _ = made("model.tie=true")
+    model, optimizer = made("model.tie=true")
     before = {name: p.clone() for name, p in model.named_parameters()}
-    StepMeter(model)
+    StepMeter(model, optimizer)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert model.head.out.weight is model.decoder.embed.token.weight
     with torch.no_grad():
@@ -121,23 +123,22 @@ def test_the_meter_changes_no_weight_and_keeps_ties():
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "radam", "sgd"])
-def test_the_optimizer_steps_as_it_would_without_the_meter(name):
-    cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.momentum=0.9")
+def test_the_optimizer_steps_as_it_would_without_the_meter(monkeypatch, name):
+    monkeypatch.setitem(meter_module._CHUNK, "cpu", 5000)
     found = []
     for watched in (False, True):
         torch.manual_seed(0)
-        model, _ = made("model.width=16", "model.heads=2")
-        meter = StepMeter(model) if watched else None
-        optimizer = optim.make(model, cfg.optim, cfg.model)
+        settings = (f"optim.name={name}", "optim.lr=0.01", "optim.momentum=0.9", "optim.weight_decay=0.1")
+        model, optimizer = made("model.width=16", "model.heads=2", *settings)
+        meter = StepMeter(model, optimizer) if watched else None
         for _ in range(4):
             model.loss(*batch(model)).backward()
-            if meter is not None:
+            if meter is None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
                 meter.gradients()
-                meter.before_update()
-            optimizer.step()
-            if meter is not None:
-                meter.update(optimizer)
-            optimizer.zero_grad()
+                meter.update()
         found.append([p.detach().clone() for p in model.parameters()])
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
@@ -188,5 +189,5 @@ def test_statistics_under_bf16_are_those_of_the_float32_weights(tmp_path):
 )
 def test_a_tensor_of_odd_size_does_not_split_the_rows(odd):
     """Sums run row by row: of one element each, they took ten times as long as the step."""
-    model, _ = made("model.width=64", "model.tie=false", odd)
-    assert Flat(model).row == 64
+    model, optimizer = made("model.width=64", "model.tie=false", odd)
+    assert StepMeter(model, optimizer)._flat.row == 64

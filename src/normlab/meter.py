@@ -1,127 +1,207 @@
 """What every training step tells about every weight tensor, measured on the device without a wait for it.
 
-Parameters, gradients and Adam's second moments are laid out in flat buffers, a fixed number of elements to a row, each
-tensor from a row's start: a few passes over memory serve all tensors at once, however deep the model.
+Parameters are laid out in one flat buffer, a fixed number of elements to a row, each tensor from a row's start: a few
+passes over memory serve all tensors at once, however deep the model. The optimizer steps on that buffer too.
 """
 
 import math
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normlab.model import Model
 from normlab.tensors import TensorId, tensors
 
 STATS = ("weight_grad_norm", "weight_norm", "update_norm", "update_ratio", "below_eps")
 _ALIGNED = 64  # elements: rows start on cache lines, and parameters where vector instructions like them
+_CHUNK = {"cpu": 2**20}  # elements that are updated and measured at a time: what measuring needs beside the model
+_CHUNK_ELSEWHERE = 2**26
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Parameters of one optimizer group, one after the other: elements start..stop of the flat buffer."""
+
+    group: int
+    parameters: list[nn.Parameter]
+    start: int
+    stop: int
+    offsets: Tensor  # (tensors + 1,) the row where each tensor begins, counted within the chunk, and the end
+    counts: Tensor  # (tensors,) elements
+    padding: Tensor  # (tensors,) elements of their rows that are no weights
 
 
 class Flat:
-    """Room for one number per weight, and sums over each logical tensor's part of it."""
+    """One place for every weight of a model: chunk by chunk, as an optimizer's groups order them."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         entries = list(tensors(model))
         self.ids: list[TensorId] = [entry.id for entry in entries]
-        self.counts = [entry.value.numel() for entry in entries]
-        self.parameters = list(dict.fromkeys(entry.parameter for entry in entries))
+        self._counts = [entry.value.numel() for entry in entries]
+        self._of: dict[nn.Parameter, list[int]] = {}  # its tensors
+        for i, entry in enumerate(entries):
+            self._of.setdefault(entry.parameter, []).append(i)
         # a parameter starts at a row whatever its size; the parts of a fused one do by the choice of it
-        self.row = math.gcd(_ALIGNED, *(c for e, c in zip(entries, self.counts, strict=True) if e.rows is not None))
-        self._sizes = [-(-p.numel() // _ALIGNED) * _ALIGNED for p in self.parameters]
-        device = self.parameters[0].device
-        self.wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        rows: list[int] = []
-        for (_, parts), size in zip(groupby(entries, lambda e: id(e.parameter)), self._sizes, strict=True):
-            own = [entry.value.numel() for entry in parts]
-            own[-1] += size - sum(own)  # the gap behind a parameter, filled so that it does not count
-            rows += [count // self.row for count in own]
-        self._owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
+        fused = (c for e, c in zip(entries, self._counts, strict=True) if e.rows is not None)
+        self.row = math.gcd(_ALIGNED, *fused)
+        self.device = entries[0].parameter.device
+        self.wide = torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
+        self.chunks: list[Chunk] = []
+        order: list[int] = []
+        limit = _CHUNK.get(self.device.type, _CHUNK_ELSEWHERE)
+        for group, parameters in enumerate(groups):
+            part: list[nn.Parameter] = []
+            for parameter in parameters:
+                if part and sum(map(self.room, part)) + self.room(parameter) > limit:
+                    self._add(group, part)
+                    part = []
+                part.append(parameter)
+                order += self._of[parameter]
+            self._add(group, part)
+        self._place = torch.tensor(order).argsort().to(self.device)
+        self._zeros = torch.zeros(_ALIGNED, dtype=entries[0].parameter.dtype, device=self.device)
 
-    def buffer(self, fill: float = 0.0) -> tuple[Tensor, list[Tensor]]:
-        """A flat buffer and its views, shaped like the parameters."""
-        first = self.parameters[0]
-        whole = torch.full((sum(self._sizes),), fill, dtype=first.dtype, device=first.device)
-        parts = zip(whole.split(self._sizes), self.parameters, strict=True)
-        return whole, [part[: p.numel()].view_as(p) for part, p in parts]
+    @property
+    def size(self) -> int:
+        return self.chunks[-1].stop
 
-    def sums(self, per_row: Tensor) -> Tensor:
-        """(rows,) -> (tensors,), in float64."""
-        total = torch.zeros(len(self.ids), dtype=self.wide, device=per_row.device)
-        return total.index_add_(0, self._owner, per_row.to(self.wide))
+    def room(self, parameter: nn.Parameter) -> int:
+        """Elements that it takes, the gap behind it included."""
+        return -(-parameter.numel() // _ALIGNED) * _ALIGNED
 
-    def norms(self, whole: Tensor) -> Tensor:
-        """(tensors,) L2 norms. float32 squares overflow above 1e19 and vanish below 1e-23: where that could have
-        happened, or on a device that would have to be waited for to know, the sums run in float64."""
-        rows = whole.view(-1, self.row)
-        if whole.device.type == "cpu":
-            found = self.sums(torch.linalg.vector_norm(rows, dim=1).square_()).sqrt_()
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The parts of a buffer that hold the parameters' elements, shaped like them, chunk by chunk."""
+        parameters = [p for chunk in self.chunks for p in chunk.parameters]
+        parts = zip(whole.split(list(map(self.room, parameters))), parameters, strict=True)
+        return [part[: p.numel()].view_as(p) for part, p in parts]
+
+    def flattened(self, chunk: Chunk, values: Sequence[Tensor | None]) -> Tensor:
+        """A value for each parameter of the chunk, None for zeros, as a flat copy."""
+        pieces: list[Tensor] = []
+        for parameter, value in zip(chunk.parameters, values, strict=True):
+            pieces.append(torch.zeros_like(parameter).view(-1) if value is None else value.reshape(-1))
+            gap = self.room(parameter) - parameter.numel()
+            if gap:
+                pieces.append(self._zeros[:gap])
+        return torch.cat(pieces)
+
+    def sums(self, chunk: Chunk, per_row: Tensor) -> Tensor:
+        """(rows,) -> (tensors of the chunk,), in float64."""
+        return torch.segment_reduce(per_row.to(self.wide), "sum", offsets=chunk.offsets, unsafe=True)
+
+    def norms(self, chunk: Chunk, values: Tensor) -> Tensor:
+        """(tensors of the chunk,) L2 norms.
+
+        float32 squares overflow above 1e19 and vanish below 1e-23: where that could have happened, or on a device that
+        would have to be waited for to know, the sums run in float64.
+        """
+        rows = values.view(-1, self.row)
+        if values.device.type == "cpu":
+            found = self.sums(chunk, torch.linalg.vector_norm(rows, dim=1).square_()).sqrt_()
             if bool(((found > 1e-12) & (found < 1e12)).all()):
                 return found
-        return self.sums(torch.linalg.vector_norm(rows, dim=1, dtype=self.wide).square_()).sqrt_()
+        return self.sums(chunk, torch.linalg.vector_norm(rows, dim=1, dtype=self.wide).square_()).sqrt_()
+
+    def ordered(self, parts: Sequence[Tensor]) -> Tensor:
+        """(..., tensors of each chunk) -> (..., tensors), as `ids` are."""
+        return torch.cat(list(parts), dim=-1)[..., self._place]
+
+    def _add(self, group: int, parameters: list[nn.Parameter]) -> None:
+        start = self.chunks[-1].stop if self.chunks else 0
+        counts, rows = [], []
+        for parameter in parameters:
+            own = [self._counts[i] for i in self._of[parameter]]
+            counts += own
+            own[-1] += self.room(parameter) - sum(own)
+            rows += [count // self.row for count in own]
+        offsets = torch.tensor([0, *rows]).cumsum(0)
+        size = torch.tensor(counts, dtype=self.wide)
+        padding = torch.tensor(rows, dtype=self.wide) * self.row - size
+        stop = start + self.row * int(offsets[-1])
+        on = (tensor.to(self.device) for tensor in (offsets, size, padding))
+        self.chunks.append(Chunk(group, parameters, start, stop, *on))
 
 
 class StepMeter:
-    """Every-step statistics (STATS) of every weight tensor. Moves the model's parameters into a flat buffer.
+    """Every-step statistics (STATS) of every weight tensor. Moves the model's parameters into a flat buffer and makes
+    the optimizer, which has not stepped yet, step on it: `flat`, one parameter for each chunk.
 
-    Call `gradients` after backward, `before_update` and `update` around the optimizer's step. below_eps is the share of
-    a tensor's weights whose bias-corrected sqrt(v) lies below Adam's eps, where eps decides the update (Wortsman et al.
-    2023, arXiv 2309.14322); NaN for optimizers other than Adam and AdamW. update_ratio is update norm / weight norm
-    before the update, NaN for a tensor that is zero.
+    After backward, `gradients` takes the model's gradients into flat's .grad, where they may be clipped; `update`
+    steps. below_eps is the share of a tensor's weights whose bias-corrected sqrt(v) lies below Adam's eps, where eps
+    decides the update (Wortsman et al. 2023, arXiv 2309.14322); NaN for optimizers other than Adam and AdamW.
+    update_ratio is update norm / weight norm before the update, NaN for a tensor that is zero. keep_update: `update`
+    leaves weights before it - weights after it in `last_update`.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._flat = Flat(model)
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer, *, keep_update: bool = False) -> None:
+        self._flat = Flat(model, [group["params"] for group in optimizer.param_groups])
+        self._optimizer = optimizer
         self.ids = self._flat.ids
-        self.weights, views = self._flat.buffer()
-        for parameter, view in zip(self._flat.parameters, views, strict=True):
-            view.copy_(parameter.detach())
+        chunks = self._flat.chunks
+        with torch.no_grad():
+            self.weights = torch.cat([self._flat.flattened(chunk, [*chunk.parameters]) for chunk in chunks])
+        moved = [p for chunk in chunks for p in chunk.parameters]
+        for parameter, view in zip(moved, self._flat.views(self.weights), strict=True):
             parameter.data = view
-        self.gradient, self._gradient_views = self._flat.buffer()
-        self.last_update = torch.zeros_like(self.weights)  # weights before the last update - weights after it
-        self._second: Tensor | None = None
-        self._counts = torch.tensor(self._flat.counts, dtype=self._flat.wide, device=self.weights.device)
-        self._room = self._flat.sums(torch.full_like(self.weights[:: self._flat.row], self._flat.row))  # with gaps
-        self._weight_norms = self._nan = torch.full_like(self._counts, math.nan)
+        self.flat = [nn.Parameter(self.weights[chunk.start : chunk.stop]) for chunk in chunks]
+        for i, group in enumerate(optimizer.param_groups):
+            group["params"] = [flat for flat, chunk in zip(self.flat, chunks, strict=True) if chunk.group == i]
+        self._scratch = torch.empty_like(self.weights[: max(map(len, self.flat))])
+        self.last_update = torch.zeros_like(self.weights) if keep_update else None
 
     @torch.no_grad()
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """(tensors,) norms of the current .grad, before any clipping, and counts of its non-finite numbers."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._flat.parameters]
-        torch._foreach_copy_(self._gradient_views, grads)
-        norms = self._flat.norms(self.gradient)
-        if norms.device.type == "cpu" and bool(norms.isfinite().all()):
-            return norms, torch.zeros_like(norms)
-        bad = (~self.gradient.isfinite()).view(-1, self._flat.row)
-        return norms, self._flat.sums(bad.sum(1))
+        """(tensors,) norms of the gradients, before any clipping, and counts of their non-finite numbers."""
+        norms = []
+        for flat, chunk in zip(self.flat, self._flat.chunks, strict=True):
+            flat.grad = self._flat.flattened(chunk, [p.grad for p in chunk.parameters])
+            for parameter in chunk.parameters:
+                parameter.grad = None
+            norms.append(self._flat.norms(chunk, flat.grad))
+        found = self._flat.ordered(norms)
+        if found.device.type == "cpu" and bool(found.isfinite().all()):
+            return found, torch.zeros_like(found)
+        return found, self._flat.ordered(
+            [
+                self._flat.sums(chunk, (~flat.grad.isfinite()).view(-1, self._flat.row).sum(1))
+                for flat, chunk in zip(self.flat, self._flat.chunks, strict=True)
+                if flat.grad is not None
+            ]
+        )
 
     @torch.no_grad()
-    def before_update(self) -> None:
-        self._weight_norms = self._flat.norms(self.weights)
-        self.last_update.copy_(self.weights)
+    def update(self) -> Tensor:
+        """One step of the optimizer; (4, tensors): STATS but the first, of the update that it made."""
+        grads = [flat.grad for flat in self.flat]
+        for flat in self.flat:
+            flat.grad = None  # and the optimizer leaves it alone
+        found = []
+        for flat, chunk, grad in zip(self.flat, self._flat.chunks, grads, strict=True):
+            change = self._scratch[: len(flat)].copy_(flat)
+            weight = self._flat.norms(chunk, change)
+            flat.grad = grad
+            self._optimizer.step()
+            flat.grad = None
+            change.sub_(flat)
+            moved = self._flat.norms(chunk, change)
+            ratio = torch.where(weight > 0, moved / weight, math.nan)
+            if self.last_update is not None:
+                self.last_update[chunk.start : chunk.stop] = change
+            found.append(torch.stack((weight, moved, ratio, self._below_eps(flat, chunk))))
+        return self._flat.ordered(found)
 
-    @torch.no_grad()
-    def update(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """(4, tensors): STATS but the first, of the update that was just made."""
-        self.last_update.sub_(self.weights)
-        moved = self._flat.norms(self.last_update)
-        ratio = torch.where(self._weight_norms > 0, moved / self._weight_norms, self._nan)
-        return torch.stack((self._weight_norms, moved, ratio, self._below_eps(optimizer)))
-
-    def _below_eps(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        state = optimizer.state
-        first = state.get(self._flat.parameters[0], {})
-        if "exp_avg_sq" not in first or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            return self._nan
-        if self._second is None or first["exp_avg_sq"].data_ptr() != self._second.data_ptr():
-            self._second, views = self._flat.buffer(math.inf)  # the gaps are never below
-            for parameter, view in zip(self._flat.parameters, views, strict=True):
-                view.copy_(state[parameter]["exp_avg_sq"])
-                state[parameter]["exp_avg_sq"] = view
-        group = optimizer.param_groups[0]
-        steps = float(first["step"]) if first["step"].device.type == "cpu" else first["step"]
-        limit = group["eps"] ** 2 * (1 - group["betas"][1] ** steps)
-        signs = (self._second - limit).sign_().view(-1, self._flat.row).sum(1)  # +1 above, -1 below
-        return (self._room - self._flat.sums(signs)) / 2 / self._counts
+    def _below_eps(self, flat: nn.Parameter, chunk: Chunk) -> Tensor:
+        state, group = self._optimizer.state.get(flat, {}), self._optimizer.param_groups[chunk.group]
+        if "exp_avg_sq" not in state or not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
+            return torch.full_like(chunk.counts, math.nan)
+        steps = float(state["step"]) if state["step"].device.type == "cpu" else state["step"]
+        limit = max(group["eps"] ** 2 * (1 - group["betas"][1] ** steps), torch.finfo(flat.dtype).tiny)
+        above = torch.sub(state["exp_avg_sq"], limit, out=self._scratch[: len(flat)]).sign_()  # +1, or -1 below
+        signs = above.view(-1, self._flat.row).sum(1)
+        room = chunk.counts + chunk.padding
+        return ((room - self._flat.sums(chunk, signs)) / 2 - chunk.padding) / chunk.counts  # padding is below
 
 
 def global_norm(norms: Tensor) -> Tensor:

@@ -144,10 +144,10 @@ class _Fit:
         initialise(self.model, cfg.model, cfg.seed)
         self.model.to(device)
         calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
-        self.meter = StepMeter(self.model)
+        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
+        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
         if cfg.compile:
             compile_blocks(self.model)
-        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
         self.held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
         self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop)
@@ -185,8 +185,7 @@ class _Fit:
             batch = self.to_device(self.task.batch(cfg.seed, step))
             loss = self.backward(batch)
             norms, nonfinite = self.meter.gradients()
-            self.update(row["lr"], norms)
-            others = self.meter.update(self.optimizer)
+            others = self.update(row["lr"], norms)
             if cfg.probe.sharpness and self.profiled(step):
                 row["critical_sharpness"] = self.sharpness(batch, row["lr"])
             journal.add(row, loss, norms, nonfinite, others)
@@ -245,15 +244,13 @@ class _Fit:
             losses.append(loss.detach() * share)
         return sum(losses[1:], losses[0])
 
-    def update(self, lr: float, norms: Tensor) -> None:
-        """Clip by the global norm if asked, then one optimizer step at rate lr."""
+    def update(self, lr: float, norms: Tensor) -> Tensor:
+        """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it."""
         if self.cfg.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.cfg.optim.clip, global_norm(norms))
+            torch.nn.utils.clip_grads_with_norm_(self.meter.flat, self.cfg.optim.clip, global_norm(norms))
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        self.meter.before_update()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        return self.meter.update()
 
     def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the step descends, and its cross-entropy."""
@@ -299,6 +296,7 @@ class _Fit:
         def loss() -> Tensor:
             return self.objective(*batch)[1]
 
+        assert self.meter.last_update is not None
         with self.clock.paused(), evaluating(self.model):
             return critical_sharpness(loss, self.meter.weights, self.meter.last_update, lr)
 
