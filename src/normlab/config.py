@@ -108,6 +108,8 @@ class LogConfig(Section):
     entity: str | None
     every: PositiveInt
     progress: bool
+    timeout: PositiveFloat
+    finish_timeout: PositiveFloat
 
 
 class EvalConfig(Section):

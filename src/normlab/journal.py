@@ -11,6 +11,7 @@ from torch import Tensor
 
 from normlab import meter, optim, relabel, store, verdict
 from normlab.config import Config
+from normlab.heatmap import HeatMap
 from normlab.log import Log
 from normlab.signals import unbroken
 from normlab.spikes import Detector, log_norm
@@ -42,6 +43,7 @@ class Journal:
         self._names = [f"grad_norm/{f'{s}_' if several else ''}layer_{layer:03d}" for s, layer in blocks]
         # below_eps tells nothing of an optimizer without a second moment under its root
         self._stats = meter.STATS if cfg.optim.name in {"adam", "adamw"} else meter.STATS[:-1]
+        self._heat = HeatMap(blocks, cfg.steps)
         self._pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -96,7 +98,7 @@ class Journal:
         done = 0
         for values in self.folder.statistics(self._stats, len(self.ids)):
             chunk = rows[done : done + len(values)]
-            self._watch_finite([row["loss"] for row in chunk], [row["grad_norm"] for row in chunk])
+            self._watch_finite([row["loss"] for row in chunk], [row["grad_norm"] for row in chunk], news=False)
             self._absorb(chunk, values)
             done += len(values)
         if done != len(rows):
@@ -117,13 +119,14 @@ class Journal:
         self.grad_norms += [row["grad_norm"] for row in rows]
         self.log.progress(count, loss=self.losses[-1], lr=rows[-1]["lr"], grad=self.grad_norms[-1])
 
-    def _watch_finite(self, losses: list[float], grad_norms: list[float]) -> int:
-        """How many of these steps are kept; notes the run's first non-finite one."""
+    def _watch_finite(self, losses: list[float], grad_norms: list[float], *, news: bool = True) -> int:
+        """How many of these steps are kept; notes the run's first non-finite one, with an alert if it is news."""
         bad = verdict.first_nonfinite(losses, grad_norms)
         if bad is None or self.first_bad is not None:
             return len(losses)
         self.first_bad = len(self.losses) + bad
-        self.log.alert("diverged", f"{self.folder.path.name}: loss or gradient not finite at step {self.first_bad}")
+        if news:
+            self.log.alert("diverged", f"{self.folder.path.name}: loss or gradient not finite at step {self.first_bad}")
         return bad + 1 if self.cfg.stop.nonfinite else len(losses)
 
     def _by_block(self, norms: np.ndarray) -> np.ndarray:
@@ -142,6 +145,7 @@ class Journal:
                 shown[f"spikes/{series}_{self._labels[name]}"] = z
             if series == "loss" and name == self.cfg.spikes.judge and detector.flagged:
                 shown["train/loss_spike"] = row["loss"]
+        self._heat.push(row["step"], layers)
         self.log.row(row["step"], shown)
 
     @property
@@ -201,7 +205,7 @@ class Journal:
         return told | {"out_of_range": self.cfg.verdict.out_of_range}
 
     def close(self) -> None:
-        """The spikes as a W&B table."""
+        """The spikes as a W&B table, the blocks' gradients as a picture."""
         columns = ["series", "detector", "start", "end", "duration", "peak", "height", "z", "offset"]
         rows = [
             [series, self._labels[name], s.start, s.end, s.duration, s.peak, s.height, s.z, s.offset]
@@ -210,6 +214,8 @@ class Journal:
         ]
         if rows:
             self.log.table("spikes/events", columns, rows)
+        if self.log.shows and self._heat.steps:
+            self.log.image("grad_norm/heat_map", self._heat.png())
 
 
 def rules(cfg: Config) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -92,7 +91,6 @@ class RunFolder:
             left.unlink()
         if kept is None:
             kept = {"rows": 0, "parts": 0, "tail": torch.empty(0, dtype=torch.uint8)}
-            shutil.rmtree(path / "wandb", ignore_errors=True)  # two offline records of one id would be merged by a sync
         for part in self._parts()[kept["parts"] :]:
             part.unlink()
         self._part_count = kept["parts"]

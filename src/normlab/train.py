@@ -102,30 +102,47 @@ def _recorded(
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
-            fit = _Fit(cfg, learned, device, folder, log)
-            if state:
-                print(f"{cfg.study}/{path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
-                fit.resume(state)
             try:
-                result = fit.run()
-            except (KeyboardInterrupt, SystemExit):
-                fit.journal.flush(fit.clock.lap)  # the steps that were made
+                _fitted(cfg, learned, device, folder, log, state)
+            except BaseException as error:
+                _record_end(folder, error)
                 raise
-            folder.close()
-            folder.update(status="finished", **result)
-            checkpoint.forget_previous(path)
-            log.summary(result)
-    except BaseException as error:
-        if folder.record["status"] == "running":
-            _record_end(folder, error)
+            finally:
+                log.summary(folder.record)
+    except BaseException as error:  # before the run began: the start of W&B was interrupted
+        _record_end(folder, error)
         raise
     return folder.record
 
 
+def _fitted(
+    cfg: Config,
+    learned: Task,
+    device: torch.device,
+    folder: store.RunFolder,
+    log: Log,
+    state: Mapping[str, Any] | None,
+) -> None:
+    fit = _Fit(cfg, learned, device, folder, log)
+    if state:
+        print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
+        fit.resume(state)
+    try:
+        result = fit.run()
+    except (KeyboardInterrupt, SystemExit):
+        fit.journal.flush(fit.clock.lap)  # the steps that were made
+        raise
+    folder.close()
+    folder.update(status="finished", **result)
+    checkpoint.forget_previous(folder.path)
+    log.files("layers", "layers", sorted(folder.path.glob("layers/*.parquet")))
+
+
 def _record_end(folder: store.RunFolder, error: BaseException) -> None:
     """Why a run ended early, in its folder; on stderr where that cannot be written."""
-    interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-    status = "interrupted" if interrupted else "failed"
+    if folder.record["status"] != "running":
+        return
+    status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
     try:
         folder.update(status=status, reason=" ".join(f"{type(error).__name__}: {error}".split()))
         (folder.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
