@@ -90,7 +90,16 @@ def report(cfg: Config, record: dict[str, Any]) -> str:
 
 def check(root: Path, arguments: list[str]) -> None:
     """Compose and validate every job that these arguments start. Raises ConfigError."""
-    args = get_args_parser().parse_args(arguments)
+    parser = get_args_parser()
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    for argument in arguments:
+        name = argument.split("=")[0]
+        if name.startswith("--") and name != argument and not any(flag.startswith(name) for flag in flags):
+            raise ConfigError(
+                f"{argument}: no such option; a setting has no hyphens: {argument.lstrip('-')} "
+                "(in a W&B sweep's command: ${args_no_hyphens})"
+            )
+    args = parser.parse_args(arguments)
     if args.cfg or args.info or args.help or args.hydra_help or args.shell_completion or args.config_dir:
         return
     name = args.config_name or "config"

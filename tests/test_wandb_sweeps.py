@@ -1,0 +1,109 @@
+"""The studies in W&B sweep syntax start the very runs of the Hydra sweeps."""
+
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, compose
+from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+from normlab import cli
+from normlab.config import Config, load
+from normlab.explain import ConfigError
+
+STUDIES = sorted(p.stem for p in (ROOT / "sweeps").glob("*.yaml") if p.stem != "jacobian")  # which logs nothing
+
+
+def sweep(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "sweeps" / "wandb" / f"{name}.yaml").read_text())
+
+
+def expand(spec: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """The command line that `wandb agent` starts for these values; the loop is that of its Agent._command_run."""
+    parts = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    parts |= {"interpreter": ["python"], "program": [spec["program"]], "env": ["/usr/bin/env"]}
+    line: list[str] = []
+    for word in create_sweep_command(spec["command"]):
+        line += (parts.get(word[2:-1]) or []) if word.startswith("${") and word.endswith("}") else [word]
+    return line
+
+
+def resolve(line: list[str]) -> Config:
+    """What the door at line[2] makes of it."""
+    assert line[:2] == ["/usr/bin/env", "python"]
+    assert (ROOT / line[2]).is_file()
+    with cli._conf(ROOT):
+        (job,) = cli._jobs(line[3:], multirun=False)
+        return load(cli._compose(job))
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    return cfg.model_dump(exclude={"log": {"mode"}})
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_wandb_sweep_and_its_hydra_sweep_start_the_same_runs(name):
+    spec = sweep(name)
+    assert spec["method"] == "grid"
+    grid = {key: parameter["values"] for key, parameter in spec["parameters"].items()}
+    with cli._conf(ROOT):
+        wanted = [load(cli._compose(job)) for job in cli._jobs([f"+sweeps={name}"], multirun=False)]
+    found = [resolve(expand(spec, dict(zip(grid, job, strict=True)))) for job in itertools.product(*grid.values())]
+    assert all(cfg.log.mode == "online" for cfg in found)
+    assert len(found) == len(wanted)
+    assert all(settings(cfg) in [settings(w) for w in wanted] for cfg in found)
+    assert all(settings(w) in [settings(cfg) for cfg in found] for w in wanted)
+
+
+def test_the_files_are_those_of_the_studies_and_the_search():
+    assert sorted(p.stem for p in (ROOT / "sweeps" / "wandb").iterdir()) == sorted([*STUDIES, "lr_search"])
+
+
+VALUES = {
+    "float": ("optim.lr", 1e-05, 1e-05),
+    "whole float": ("optim.lr", 1.0, 1.0),
+    "bool": ("compile", True, True),
+    "null": ("optim.clip", "null", None),
+    "space": ("log.project", "two words", "two words"),
+    "text": ("model.placement", "post", "post"),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_reach_the_config_as_what_they_are(kind):
+    key, value, wanted = VALUES[kind]
+    cfg = resolve(expand(sweep("demo"), {key: value}))
+    section, _, field = key.rpartition(".")
+    found = getattr(getattr(cfg, section) if section else cfg, field)
+    assert (found, type(found)) == (wanted, type(wanted))
+
+
+def test_a_bare_null_of_a_sweep_file_is_refused_with_what_is_accepted():
+    with pytest.raises(ConfigError, match=r"optim\.clip='None'.*null"):
+        resolve(expand(sweep("demo"), {"optim.clip": None}))
+
+
+def test_the_search_draws_accepted_rates_and_minimises_a_number_of_the_record():
+    spec = sweep("lr_search")
+    rates = spec["parameters"]["optim.lr"]
+    assert rates["distribution"] == "log_uniform_values"
+    for rate in (rates["min"], math.sqrt(rates["min"] * rates["max"]), rates["max"]):
+        for placement in spec["parameters"]["model.placement"]["values"]:
+            cfg = resolve(expand(spec, {"optim.lr": rate, "model.placement": placement, "seed": 0}))
+            assert settings(cfg) == settings(
+                compose(f"optim.lr={rate!r}", f"model.placement={placement}", "study=lr_search", "model.depth=24")
+            )
+    assert spec["metric"] == {"name": "final_val_loss", "goal": "minimize"}
+
+
+def test_hyphens_before_a_setting_are_explained_in_one_line():
+    door = [sys.executable, ROOT / "experiments" / "train.py"]
+    done = subprocess.run([*door, "--optim.lr=1e-3", "seed=0"], capture_output=True, text=True, cwd=Path("/"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "optim.lr=1e-3" in done.stderr and "args_no_hyphens" in done.stderr
