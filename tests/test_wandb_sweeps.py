@@ -4,7 +4,6 @@ import itertools
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +102,8 @@ def test_the_search_draws_accepted_rates_and_minimises_a_number_of_the_record():
 
 def test_hyphens_before_a_setting_are_explained_in_one_line():
     door = [sys.executable, ROOT / "experiments" / "train.py"]
-    done = subprocess.run([*door, "--optim.lr=1e-3", "seed=0"], capture_output=True, text=True, cwd=Path("/"))
+    done = subprocess.run([*door, "--optim.lr=1e-3", "seed=0"], capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "optim.lr=1e-3" in done.stderr and "args_no_hyphens" in done.stderr
+    assert ": optim.lr=1e-3 (" in done.stderr
+    assert "args_no_hyphens" in done.stderr

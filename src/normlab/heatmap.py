@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class HeatMap:
         figure = Figure(figsize=(8, 1 + 2.8 * len(stacks)), dpi=100, layout="constrained")
         panels = figure.subplots(len(stacks), 1, sharex=True, squeeze=False)[:, 0]
         colours = colormaps["viridis"].with_extremes(bad="red", under="lightgrey")
-        image = None
+        image: Any = None
         for panel, stack in zip(panels, stacks, strict=True):
             rows = [i for i, (owner, _) in enumerate(self._blocks) if owner == stack]
             values = np.ma.masked_equal(np.where(np.isneginf(shown[rows]), low - 1, shown[rows]), np.inf)

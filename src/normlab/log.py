@@ -139,7 +139,7 @@ def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str
             config=_flat(settings) | {"run_id": folder.name},
             resume="allow",
             reinit="create_new",  # whatever run is open in this process is neither ended nor written to
-            settings=wandb.Settings(console="off", x_disable_stats=True, init_timeout=cfg.timeout),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=cfg.timeout),
         )
 
     try:
@@ -210,7 +210,8 @@ def _end_service() -> None:
         import wandb
         from wandb.sdk import wandb_setup
 
-        process = wandb_setup.singleton()._connection._proc._process  # W&B has no public name for it
+        connection: Any = wandb_setup.singleton()._connection
+        process = connection._proc._process  # W&B has no public name for it
         _within(TEARDOWN_SECONDS, lambda: wandb.teardown(exit_code=1))
     if process is not None:
         process.kill()
