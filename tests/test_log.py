@@ -380,6 +380,23 @@ def test_a_service_that_dies_or_hangs_costs_its_run_the_wandb_record_only(
     assert len(load(tmp_path).steps) == 12
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # W&B leaves its parameter file open
+def test_the_record_of_a_sweep_agents_run_has_its_id_and_the_whole_config(fresh_wandb, tmp_path, monkeypatch):
+    agent(monkeypatch, tmp_path)
+    (tmp_path / "config-fixed.yaml").write_text(yaml.safe_dump({"wandb_version": 1, "optim.lr": {"value": 0.002}}))
+    records = [train(tiny(tmp_path, "log=offline", "optim.lr=2e-3", f"seed={seed}")) for seed in (0, 1)]
+    told = {}
+    for record in records:
+        (file,) = offline_records(tmp_path / "scratch" / record["run_id"])
+        told[record["run_id"]] = inspect(file)["run"][0]
+    first, second = (told[r["run_id"]] for r in records)
+    assert (first["run_id"], first["sweep_id"], first["display_name"]) == ("fixed", "s1", records[0]["run_id"])
+    assert (second["run_id"], second.get("sweep_id")) == (records[1]["run_id"], None)
+    for seed, run in enumerate((first, second)):
+        config = merged([run["config"]])
+        assert (config["optim.lr"], config["seed"], config["model.depth"]) == (0.002, seed, 2)
+
+
 def test_a_start_that_breaks_half_way_leaves_nothing_open(fresh_wandb, tmp_path, monkeypatch, capsys):
     from wandb.sdk import wandb_run
 

@@ -129,7 +129,8 @@ def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str
         if _is_the_agents(folder.name):
             whose = {}  # the sweep's
         elif os.environ.get("WANDB_SWEEP_ID"):
-            wandb.setup().settings.sweep_id = None  # else W&B takes the agent's id once more
+            shared = wandb.setup()  # else W&B takes the agent's id and config once more
+            shared.settings.sweep_id = shared.settings.sweep_param_path = shared._sweep_config = None
         return wandb.init(
             **whose,
             group=study,
