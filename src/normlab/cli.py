@@ -3,69 +3,138 @@
 import itertools
 import os
 import re
-import signal
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import hydra
+import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normlab import task
+from normlab import launch, store, task
 from normlab.config import Config, load
+from normlab.device import gpu_for, pick_device, workers
 from normlab.explain import ConfigError, known_keys, suggest
+from normlab.isolation import isolated
 
 Job = Callable[[Config], dict[str, Any]]
+
+# conf/hydra/launcher/ sets values of the plugins' own configs, which remain their schema
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
 
 
 def main(job: Job, root: Path, *, also: tuple[str, ...] = ()) -> NoReturn:
     """Run `job` on the config that sys.argv describes, once or as a multirun, and exit.
 
     root holds conf/ and sweeps/. `also` are overrides beside the user's. Exit status: 0 done (a diverged run is a
-    result), 1 a job failed, 2 the user's mistake, told in one line before anything started, 130 or 143 interrupted.
+    result), 1 a job did not finish, 2 the user's mistake, told in one line before anything started, 130 or 143
+    interrupted.
     """
     os.environ["NORMLAB_ROOT"] = str(root)  # what the YAML files find the project by
     os.environ["NORMLAB_CWD"] = str(Path.cwd())  # what relative paths start from, whatever hydra.job.chdir says
+    os.environ.setdefault("NORMLAB_WORKERS", str(workers()))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions reach this function instead of being printed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the run is marked interrupted
     first = next((i for i, a in enumerate(sys.argv[1:], 1) if "=" in a and not a.startswith("-")), len(sys.argv))
     sys.argv[first:first] = also  # after leading flags: argparse takes the overrides in one piece
-    failures: list[str] = []
 
     @hydra.main(version_base="1.3", config_path=str(root / "conf"), config_name="config")
-    def run(raw: DictConfig) -> None:
-        cfg = load(raw)
-        try:
-            print(report(cfg, job(cfg)), flush=True)
-        except Exception as error:
-            failures.append(f"{cfg.study}  {describe(cfg)}:  failed: {type(error).__name__}: {error}")
-            print(failures[-1], file=sys.stderr, flush=True)
-            raise
+    def run(raw: DictConfig) -> float | None:
+        return run_job(job, raw)
 
     try:
-        check(root, sys.argv[1:])
-        run()
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        plan = check(root, sys.argv[1:])
+        if plan is None:  # --help and the like
+            run()
+            sys.exit(0)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:  # ValueError: ConfigError, flags that clash
         print(f"{Path(sys.argv[0]).name}: {_one_line(error)}", file=sys.stderr)
         sys.exit(2)
+    with launch.Launch(plan.runs_dir, plan.jobs, plan.configs, elsewhere=plan.elsewhere) as launched:
+        status = _status_of(run, launched)
+        if plan.multirun:
+            print(launched.table(), flush=True)
+    sys.exit(status)
+
+
+def _status_of(run: Callable[[], Any], launched: launch.Launch) -> int:
+    """The exit status of a launch, whatever it ends by."""
+    try:
+        run()
     except KeyboardInterrupt:
-        print("interrupted; the unfinished run is marked so in its run.json", file=sys.stderr)
-        sys.exit(130)
+        print("interrupted; the unfinished runs are marked so in their run.json", file=sys.stderr)
+        return 130
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except Exception as error:  # not of a job
+        print(f"the launcher broke: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
+        launched.wait(float("inf"))  # it may have left jobs running
+        return 1
+    return 0 if launched.whole() else 1
+
+
+def run_job(job: Job, raw: DictConfig) -> float | None:
+    """One job, in whatever process. Its outcome goes to the launch's folder; only an interrupt leaves this function.
+
+    Returns the final validation loss, for sweepers that want a number.
+    """
+    launch.enter()
+    if launch.is_over():
+        return None
+    this = HydraConfig.get()
+    number = 0 if OmegaConf.is_missing(this.job, "num") else this.job.num
+    told = launch.Outcome(number, "", list(this.overrides.task), "running")
+    told.leave()
+    trace, old = Path(), 0
+    try:
+        cfg = load(raw)
+        told = replace(told, what=f"{cfg.study}  {describe(cfg)}")
+        if not launch.is_planned(cfg.model_dump_json()):
+            raise ConfigError("conf/ or sweeps/ changed after this launch began; launch again to use what stands there")
+        run_id = store.run_id(cfg, task.make(cfg).source.sha256, pick_device(cfg.device).type)
+        trace = Path(cfg.runs_dir) / cfg.study / run_id / "traceback.txt"
+        old = _written(trace)
+        told = replace(told, what=f"{cfg.study}/{run_id}  {describe(cfg)}")
+        told.leave()
+        gpu = gpu_for(cfg.device, launch.worker(), torch.cuda.device_count())
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        with isolated(cfg):
+            record = job(cfg)
     except Exception as error:
-        if not failures:
-            print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            print(f"{len(failures)} failed, told above; traceback.txt in the run's folder", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(0)
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        print(f"{told.what or ' '.join(told.overrides)}:  failed: {reason}", file=sys.stderr, flush=True)
+        kept = _written(trace) > old
+        if not kept and not isinstance(error, ConfigError):  # no run folder to keep it in
+            traceback.print_exc()
+        replace(told, status="failed", reason=reason, traceback=str(trace) if kept else None).leave()
+        return None
+    except (KeyboardInterrupt, SystemExit) as stop:
+        replace(told, status="interrupted").leave()
+        if isinstance(stop, KeyboardInterrupt) and not launch.is_parent():
+            return None  # the parent was told too, and this process may be another's worker
+        raise
+    print(report(cfg, record), flush=True)
+    status = "left alone" if record["status"] == "running" else record["status"]
+    replace(told, status=status, verdict=record.get("verdict"), reason=record.get("reason")).leave()
+    loss = record.get("final_val_loss")
+    return None if loss is None else float(loss)
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.is_file() else 0
 
 
 def describe(cfg: Config) -> str:
@@ -82,14 +151,26 @@ def report(cfg: Config, record: dict[str, Any]) -> str:
     who = f"{cfg.study}/{record['run_id']}  {describe(cfg)}:"
     if record["status"] == "running":
         return f"{who}  left alone: another process runs it"
+    if record["status"] != "finished":
+        return f"{who}  left as it is: {record['status']} (relaunch.{record['status']}=resume goes on with it)"
     loss = record["final_val_loss"] if cfg.steps else record["init_val_loss"]
     again = " (finished before; relaunch.finished=restart repeats it)"
     took = again if record.get("reused") else f"  {record['seconds']:.1f} s"
     return f"{who}  {record['verdict'] or 'profiled'}  val loss {loss:.3f}{took if cfg.steps else ''}"
 
 
-def check(root: Path, arguments: list[str]) -> None:
-    """Compose and validate every job that these arguments start. Raises ConfigError."""
+class Plan(NamedTuple):
+    """What a command line starts."""
+
+    jobs: list[list[str]]  # the overrides of each
+    configs: list[str]  # which they give, as JSON
+    runs_dir: Path
+    multirun: bool
+    elsewhere: bool  # in other processes
+
+
+def check(root: Path, arguments: list[str]) -> Plan | None:
+    """Compose and validate every job that these arguments start; None if they start none. Raises ConfigError."""
     parser = get_args_parser()
     flags = {flag for action in parser._actions for flag in action.option_strings}
     for argument in arguments:
@@ -101,10 +182,16 @@ def check(root: Path, arguments: list[str]) -> None:
             )
     args = parser.parse_args(arguments)
     if args.cfg or args.info or args.help or args.hydra_help or args.shell_completion or args.config_dir:
-        return
+        return None
     name = args.config_name or "config"
     with _conf(root):
-        cfgs = [load(_compose(overrides, name)) for overrides in _jobs(args.overrides, args.multirun, name)]
+        whole = _compose([choices[0] for choices in _choices(args.overrides).values()], name, with_hydra=True)
+        multirun = args.multirun or whole.hydra.mode == RunMode.MULTIRUN
+        launcher = whole.hydra.launcher._target_
+        if launcher.startswith("hydra_plugins."):
+            _installed(launcher.split(".")[1])
+        jobs = _jobs(args.overrides, args.multirun, name)
+        cfgs = [load(_compose(overrides, name)) for overrides in jobs]
     for cfg in cfgs:
         task.make(cfg)
     for folder in {cfg.runs_dir for cfg in cfgs}:
@@ -112,6 +199,19 @@ def check(root: Path, arguments: list[str]) -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"runs_dir={folder!r}: {error.strerror}") from None
+    return Plan(
+        jobs,
+        [cfg.model_dump_json() for cfg in cfgs],
+        Path(cfgs[0].runs_dir),
+        multirun,
+        multirun and not launcher.endswith(".BasicLauncher"),
+    )
+
+
+def _installed(plugin: str) -> None:
+    if find_spec(f"hydra_plugins.{plugin}") is None:
+        extra = {"hydra_joblib_launcher": "joblib", "hydra_submitit_launcher": "slurm"}.get(plugin, plugin)
+        raise ConfigError(f"hydra/launcher: {plugin} is not installed; pip install 'normlab[{extra}]'")
 
 
 def compose(root: Path, overrides: list[str]) -> Config:

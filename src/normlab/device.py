@@ -1,5 +1,6 @@
 """Which device a run uses, and how its time is kept."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,16 @@ def pick_device(name: str) -> torch.device:
         ("mps", torch.backends.mps.is_available),
     ]
     return torch.device(next((kind for kind, found in available if found()), "cpu"))
+
+
+def gpu_for(name: str, worker: int | None, count: int) -> int | None:
+    """Which of `count` CUDA devices a worker of a launch takes: one each, in turn. None: as the config says."""
+    return worker % count if worker is not None and count > 1 and name in {"auto", "cuda"} else None
+
+
+def workers() -> int:
+    """How many runs this machine takes at the same time: one for each CUDA device, else for each CPU core."""
+    return torch.cuda.device_count() or os.cpu_count() or 1
 
 
 def device_name(device: torch.device) -> str:
