@@ -266,7 +266,9 @@ def _compose(overrides: list[str], name: str = "config", *, with_hydra: bool = F
         if unknown and "is not in struct" in f"{error} {error.__cause__}":
             key = unknown[1].lstrip("+~").split("=")[0]
             if key in known_keys(Config):
-                raise ConfigError(f"{key}: the chosen {key.split('.')[0]} has no such key") from None
+                group = key.split(".")[0]
+                chosen = "".join(f" ({o})" for o in overrides if o.startswith(f"{group}="))
+                raise ConfigError(f"{key}: the chosen {group} has no such key{chosen}") from None
             raise ConfigError(f"{key}: unknown key{suggest(key, known_keys(Config))}") from None
         raise ConfigError(_one_line(error)) from None
 

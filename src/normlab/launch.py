@@ -21,7 +21,7 @@ from typing import Any
 from normlab import store
 
 FOLDER = "NORMLAB_LAUNCH"  # environment variable, which the processes of the jobs inherit
-PATIENCE = 60.0  # seconds that jobs have to finish their step once the launch is to stop
+PATIENCE = (60.0, 5.0)  # seconds for jobs in other processes to stop after a step, and at once
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ class Launch:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        """The jobs in other processes get SIGINT and are waited for; at a second signal they are not."""
-        first = not (self.folder / "stop").exists()
+        """Jobs in other processes get SIGINT, at which they finish their step, and at a second one stop at once."""
+        again = (self.folder / "stop").exists()
         (self.folder / "stop").touch()
         others = self.others()
         for outcome in others:
             os.kill(outcome.pid, signal.SIGINT)
-        if first and others:
+        if others and not again:
             print(f"stopping: {len(others)} runs finish their step; once more to stop at once", file=sys.stderr)
-            self.wait(PATIENCE)
+        self.wait(PATIENCE[again])
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + number)
