@@ -4,9 +4,12 @@ import inspect
 from typing import get_args
 
 import pytest
+import yaml
 from conftest import ROOT, compose
+from omegaconf import OmegaConf
 
 from normlab import cli, config, config_model, store, verdict
+from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.init import INITS
 from normlab.optim import OPTIMIZERS, SCHEDULES
@@ -19,6 +22,7 @@ from normlab.train import train
     [
         ("model.dept=24", r"model\.dept: unknown key; did you mean model\.depth"),
         ("+optim.learning_rate=1e-3", r"optim\.learning_rate=0\.001: unknown key; accepted: optim\.name, optim\.lr"),
+        ("+model.pre_norm=true", r"model\.pre_norm=True: unknown key"),
         ("+sede=3", r"sede=3: unknown key; did you mean seed"),
         ("model.placement=pst", r"model\.placement='pst': accepted: pre, post, .*did you mean post"),
         ("model.placement=off", r"model\.placement='off': accepted: pre, post"),
@@ -49,6 +53,20 @@ def test_a_mistake_is_one_line_that_names_it(override, told):
     with pytest.raises(ConfigError, match=told) as caught:
         cli.check(ROOT, [override.strip("'")])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["no", "off", "none"])
+def test_a_word_that_yaml_takes_for_a_truth_value_is_refused_like_the_word(word):
+    """In a file `off` is false, on the command line it is text; `none` is a placement in both."""
+    settings = compose().model_dump(mode="json")
+    settings["model"] |= yaml.safe_load(f"placement: {word}")
+    raw = OmegaConf.create(settings)
+    if word == "none":
+        assert load(raw).model.placement == compose(f"model.placement={word}").model.placement
+        return
+    for wrong in (lambda: load(raw), lambda: compose(f"model.placement={word}")):
+        with pytest.raises(ConfigError, match=r"model\.placement=.*accepted: pre, post"):
+            wrong()
 
 
 def test_a_bad_value_deep_in_a_sweep_is_found_before_it_starts():

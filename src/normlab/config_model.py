@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Set
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from normlab.ffn import ACTIVATIONS, ffn_width
 from normlab.norm import NORMS
@@ -20,15 +20,15 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _one_of(names: Set[str] | Mapping[str, Any]) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in names:
-            close = difflib.get_close_matches(value, names, 1)
+def _one_of(names: Set[str] | Mapping[str, Any]) -> BeforeValidator:
+    def check(value: object) -> str:
+        if not isinstance(value, str) or value not in names:  # `off` in a file is False
+            close = difflib.get_close_matches(str(value), names, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"accepted: {', '.join(names)}{hint}")
         return value
 
-    return AfterValidator(check)
+    return BeforeValidator(check)
 
 
 class Section(BaseModel):
