@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from normlab import store
+from normlab.signals import STOPPING
 
 FOLDER = "NORMLAB_LAUNCH"  # environment variable, which the processes of the jobs inherit
 PATIENCE = (60.0, 5.0)  # seconds for jobs in other processes to stop after a step, and at once
@@ -53,7 +54,7 @@ class Outcome:
 
 
 class Launch:
-    """The parent's side. As a context manager it owns the folder and answers SIGINT and SIGTERM."""
+    """The parent's side. As a context manager it owns the folder and answers signals."""
 
     def __init__(self, runs_dir: Path, jobs: Sequence[Sequence[str]], plan: Sequence[str], *, elsewhere: bool) -> None:
         """jobs: the overrides of each. plan: the configs that were checked. elsewhere: in processes of their own."""
@@ -70,7 +71,8 @@ class Launch:
 
     def __enter__(self) -> "Launch":
         os.environ[FOLDER] = str(self.folder)
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._stop) for number in heard}
         if self.elsewhere:
             for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
                 os.environ.setdefault(name, "1")
