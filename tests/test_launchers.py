@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from normlab.isolation import isolated
 from normlab.results import load
 
 LAUNCHERS = ["basic", "joblib", "submitit_local"]
-FINE, NO_MEMORY, BROKEN, TOO_HIGH = "0.001", "0.002", "0.003", "1e9"
-# An optimizer that raises at one learning rate, and at another asks for more memory than any machine has.
+FINE, NO_MEMORY, BROKEN, STUCK, TOO_HIGH = "0.001", "0.002", "0.003", "0.004", "1e9"
+# An optimizer that at one learning rate asks for more memory than any machine has, at others raises or gets stuck.
 SITECUSTOMIZE = f"""
-import importlib.abc, sys
+import importlib.abc, sys, time
 
 class BeforeNormlab(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -43,6 +44,9 @@ class BeforeNormlab(importlib.abc.MetaPathFinder):
                     raise ValueError("no such thing\\n  as an update")
                 if rate == {NO_MEMORY}:
                     torch.empty(2**55)
+                self.calls = getattr(self, "calls", 0) + 1
+                if rate == {STUCK} and self.calls == 40:
+                    time.sleep(100)
                 return step(self, *args, **kwargs)
             torch.optim.AdamW.step = broken
 
@@ -94,12 +98,19 @@ def four(tmp_path_factory: pytest.TempPathFactory, broken_optimizer: dict[str, s
             folder = tmp_path_factory.mktemp(launcher)
             rates = f"optim.lr={FINE},{NO_MEMORY},{BROKEN},{TOO_HIGH}"
             (folder / "here").mkdir()
-            arguments = ["-m", rates, "model.placement=post", f"hydra/launcher={launcher}", f"runs_dir={folder / 'r'}"]
-            done[launcher] = folder / "r", launched(folder / "here", *arguments, env=broken_optimizer)
+            same = ["model.placement=post", "log=offline", f"hydra/launcher={launcher}", f"runs_dir={folder / 'r'}"]
+            done[launcher] = folder / "r", launched(folder / "here", "-m", rates, *same, env=broken_optimizer)
             assert not list((folder / "here").iterdir())
         return done[launcher]
 
     return run
+
+
+def wandb_record(run: Path) -> dict[str, Any]:
+    """The offline record of a run, as W&B's own program reads it."""
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    read = [Path(sys.executable).parent / "wandb", "leet", "inspect", "--summary", "--json", file]
+    return json.loads(subprocess.run(read, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -122,6 +133,11 @@ def test_four_jobs_end_as_they_are_and_the_launch_tells(four, launcher):
         assert f"optim.lr={rate}" in process.stdout
         assert "\n" not in record["reason"]
     assert not (records[0.001][0] / "traceback.txt").exists()
+    for rate, (folder, record) in records.items():
+        told = wandb_record(folder)
+        assert (told["run_id"], told["state"]) == (record["run_id"], record["status"])
+        assert told["config"]["optim"]["lr"] == rate
+        assert told["summary"].get("verdict") == record.get("verdict")
     verdict = records[0.001][1]["verdict"]
     for line in (r"4 jobs:", r"  failed +2", rf"  finished, {verdict} +1", r"  finished, diverged +1"):
         assert re.search(f"^{line}$", process.stdout, re.MULTILINE), process.stdout
@@ -169,8 +185,12 @@ def test_a_job_after_others_gives_the_numbers_that_it_gives_alone(tmp_path, brok
         pd.testing.assert_frame_equal(mine, other, check_categorical=False)
 
 
-def test_isolation_puts_back_what_a_job_changed(tmp_path):
+def test_isolation_puts_back_what_a_job_changed(tmp_path, monkeypatch):
     cfg = tiny(tmp_path, "seed=5")
+    closed: list[int] = []
+    wandb: Any = types.ModuleType("wandb")
+    wandb.run, wandb.finish = object(), lambda *, exit_code: closed.append(exit_code)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(ValueError, match="this one"), isolated(cfg):
         first = torch.rand(1), np.random.rand()  # noqa: NPY002
         torch.set_default_dtype(torch.float64)
@@ -180,8 +200,19 @@ def test_isolation_puts_back_what_a_job_changed(tmp_path):
     assert torch.get_default_dtype() == torch.float32
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.is_grad_enabled()
+    assert closed == [1]
     with isolated(cfg):
         assert (torch.rand(1), np.random.rand()) == first  # noqa: NPY002
+
+
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_programs_compiled_for_one_job_are_dropped(tmp_path, monkeypatch, compiled):
+    """torch stops compiling after eight variants, which a sweep over depth and norm soon has."""
+    reset: list[bool] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: reset.append(True))
+    with isolated(tiny(tmp_path, f"compile={compiled}")):
+        assert not reset
+    assert reset == [True] * (compiled == "true")
 
 
 @pytest.fixture
@@ -189,18 +220,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a launch of three endless runs in a process group of its own, and wait until enough of them train."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(launcher: str, *arguments: str, training: int) -> subprocess.Popen[str]:
+    def run(launcher: str, *arguments: str, training: int, env: dict[str, str] | None = None) -> Any:
         endless = ["-m", "seed=0,1,2", "steps=1000000", f"hydra/launcher={launcher}", f"runs_dir={tmp_path}"]
         process = subprocess.Popen(
             command(*endless, *arguments),
-            env=os.environ | {"NORMLAB_WORKERS": "2"},
+            env=os.environ | {"NORMLAB_WORKERS": "2"} | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         started.append(process)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while sum(f.stat().st_size > 2000 for f in tmp_path.glob("scratch/*/metrics.jsonl")) < training:
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()
@@ -246,6 +277,23 @@ def test_a_stopped_launch_stops_after_a_step(start, tmp_path, launcher, to, numb
     assert re.search(rf"^  interrupted +{training}$", stdout, re.MULTILINE), stdout
     assert launcher == "submitit_local" or re.search(rf"^  not started +{3 - training}$", stdout, re.MULTILINE)
     assert not list((tmp_path / ".launches").iterdir())
+
+
+def test_a_second_signal_does_not_wait_for_the_step(start, tmp_path, broken_optimizer):
+    process = start("joblib", f"optim.lr={STUCK}", training=2, env=broken_optimizer)
+    deadline = time.monotonic() + 60
+    while sum(f.read_text().count("\n") for f in tmp_path.glob("scratch/*/metrics.jsonl")) < 2 * 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(2)  # ten more steps, and they are stuck
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=45)
+    assert process.returncode == 130, stderr
+    assert load(tmp_path).runs.status.tolist() == ["interrupted"] * 2
+    assert re.search(r"^  interrupted +2$", stdout, re.MULTILINE), stdout
 
 
 def test_a_killed_worker_is_told_with_the_jobs_that_it_took_along(start, tmp_path):
