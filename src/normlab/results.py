@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ import yaml
 
 from normlab.store import LAYERS_SCHEMA, read_record
 
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times faster, where PyYAML was built with libyaml
 _TEXT = ("stack", "site", "tensor", "stat")
 STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
 
@@ -73,12 +75,20 @@ def _run_row(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     if not isinstance(record, dict) or not {"run_id", "study", "status"} <= set(record):
         raise ValueError("no readable run.json")
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings = yaml.load((folder / "config.yaml").read_text(), _YAML)
     if not isinstance(settings, dict):
         raise ValueError("no readable config.yaml")
-    flat = pd.json_normalize(settings, sep=".").iloc[0].to_dict()
     # The record wins where both have a key: it holds the numbers that were measured.
-    return {**flat, **record, "path": str(folder)}
+    return {**dict(_flat(settings)), **record, "path": str(folder)}
+
+
+def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values, plain ones before those of sections."""
+    for key, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _read_metrics(path: Path) -> pd.DataFrame:
@@ -87,18 +97,19 @@ def _read_metrics(path: Path) -> pd.DataFrame:
     lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines):
         try:
-            rows.append(json.loads(line))
+            rows.append(dict(json.loads(line)))
         except ValueError:
             if number != len(lines) - 1:
                 raise ValueError(f"{path}: line {number + 1} is not JSON") from None
     columns = list(dict.fromkeys([*STEP_COLUMNS, *(key for row in rows for key in row)]))
-    table = pd.DataFrame(rows, columns=columns).astype("float64")
+    table = pd.DataFrame({c: np.array([row.get(c) for row in rows], dtype="float64") for c in columns})
     return table.astype({"step": "int64"})
 
 
 def _read_layers(path: Path, who: dict[str, str]) -> pa.Table:
     """A part of the layer table with the run's names beside it; text columns as dictionaries."""
-    table = pq.read_table(path, read_dictionary=list(_TEXT))
+    with pq.ParquetFile(path, read_dictionary=list(_TEXT)) as part:
+        table = part.read()
     for name, value in who.items():
         table = table.append_column(name, pa.repeat(value, len(table)).dictionary_encode())
     return table
