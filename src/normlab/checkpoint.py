@@ -5,13 +5,14 @@ import random
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from normlab.store import sync_folder, temporary_name
+from normlab.store import naming, sync_folder, temporary_name
 
 FORMAT = 1
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
@@ -24,10 +25,15 @@ def write(folder: Path, run_id: str, state: Mapping[str, Any], device: torch.dev
     the CRC-32 of each of its parts, as the zip format has them.
     """
     last, temporary = folder / LAST, temporary_name(folder / LAST)
-    with temporary.open("wb") as file:
-        torch.save(_canonical({"format": FORMAT, "run_id": run_id, **state, "random": _random_state(device)}), file)
-        file.flush()
-        os.fsync(file.fileno())
+    parts = {"format": FORMAT, "run_id": run_id, **state, "random": _random_state(device)}
+    try:
+        with naming(last), temporary.open("wb") as file:
+            _save(_canonical(parts | {"parts": sorted(parts)}), file)
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     if last.exists():
         last.replace(folder / PREVIOUS)
     temporary.replace(last)
@@ -40,6 +46,7 @@ def read(folder: Path, run_id: str, check: Callable[[Mapping[str, Any]], None]) 
     None if there is none. One that is refused is named with the reason on stderr. The generators are not set yet: see
     `restore_random`.
     """
+    refused = False
     for path in _present(folder):
         try:
             state = _whole(path, run_id)
@@ -47,6 +54,9 @@ def read(folder: Path, run_id: str, check: Callable[[Mapping[str, Any]], None]) 
             return state
         except ValueError as error:
             print(f"{path}: refused: {error}", file=sys.stderr)
+            refused = True
+    if refused:
+        print(f"{folder}: no checkpoint is left, the run begins again", file=sys.stderr)
     return None
 
 
@@ -69,6 +79,34 @@ def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(found["torch"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(found["cuda"], device)
+
+
+class _Told:
+    """A file that keeps the error of a write: torch's zip writer hides it behind one of its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.error = file, None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _save(state: Any, file: BinaryIO) -> None:
+    told = _Told(file)
+    try:
+        torch.save(state, told)  # pyright: ignore[reportArgumentType]
+        file.flush()
+    except RuntimeError:
+        if told.error is None:
+            raise
+        raise told.error from None
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
@@ -106,6 +144,8 @@ def _whole(path: Path, run_id: str) -> dict[str, Any]:
         raise ValueError(f"damaged: the checksum of its part {bad} is wrong")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"not a checkpoint of this program's format {FORMAT}")
-    if state["run_id"] != run_id:
-        raise ValueError(f"it is run {state['run_id']}'s")
+    if state.get("run_id") != run_id:
+        raise ValueError(f"it is run {state.get('run_id')}'s")
+    if missing := {"parts", *state.get("parts", ())} - state.keys():
+        raise ValueError(f"lacks {', '.join(sorted(missing))}")
     return state

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,11 @@ class RunFolder:
 
         Raises FileNotFoundError if someone has deleted the file, which would else grow unseen.
         """
-        self._metrics.writelines(json.dumps(row) + "\n" for row in rows)
-        self._metrics.flush()
-        self._rows += len(rows)
         path = self.path / "metrics.jsonl"
+        with naming(path):
+            self._metrics.writelines(json.dumps(row) + "\n" for row in rows)
+            self._metrics.flush()
+        self._rows += len(rows)
         if not os.path.samestat(os.fstat(self._metrics.fileno()), path.stat()):
             raise FileNotFoundError(f"{path} was replaced while its run was writing it")
 
@@ -240,10 +241,27 @@ def write_atomically(path: Path, text: str) -> None:
 def _replacing(path: Path) -> Iterator[Path]:
     """A file to write beside `path`, which it replaces once it is on disk."""
     temporary = temporary_name(path)
-    yield temporary
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming(path):
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError that does not, such as a full disk's."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 def temporary_name(path: Path) -> Path:
