@@ -1,9 +1,11 @@
 """Shared fixtures: configs composed from conf/, the optional data beside the checkout, one tiny real study."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from launching import Starter
 
 from normlab import cli
 from normlab.config import Config
@@ -50,3 +52,11 @@ def shared_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is not there: real text for this test is kept outside the project")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    """Launches of the scripts without the time of the imports."""
+    starter = Starter()
+    yield starter
+    starter.close()
