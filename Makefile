@@ -1,9 +1,9 @@
-# The four doors. Each makes .venv first if it is missing or older than the lock.
+# The doors. Each makes .venv first if it is missing or older than the lock.
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test check bench
+.PHONY: demo test test-faults check bench
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -25,6 +25,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PY) -m pytest
 
+# A study of 12 runs that is killed 30 times, about 4 minutes; make test has 3 runs and 4 kills.
+test-faults: $(VENV)/.installed
+	$(PY) tests/kill_study.py
+
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -32,3 +36,4 @@ check: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(PY) benchmarks/statistics_cost.py
+	$(PY) benchmarks/many_runs.py
