@@ -278,7 +278,7 @@ def fails_at(monkeypatch, seed: int) -> None:
     def broken(fit, lr, norms):
         if fit.cfg.seed == seed and len(fit.journal.losses) >= 2:
             raise RuntimeError("planted")
-        update(fit, lr, norms)
+        return update(fit, lr, norms)
 
     monkeypatch.setattr(_Fit, "update", broken)
 
@@ -363,7 +363,7 @@ def test_a_service_that_dies_or_hangs_costs_its_run_the_wandb_record_only(
         if fit.cfg.seed == 0 and len(fit.journal.losses) == 3:
             processes.append(wandb_setup.singleton()._connection._proc._process)
             os.kill(processes[0].pid, number)
-        update(fit, lr, norms)
+        return update(fit, lr, norms)
 
     monkeypatch.setattr(_Fit, "update", act)
     limits = ["log=offline", "log.every=1", "log.timeout=3", "log.finish_timeout=2"]

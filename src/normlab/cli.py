@@ -199,6 +199,8 @@ def check(root: Path, arguments: list[str]) -> Plan | None:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"runs_dir={folder!r}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"runs_dir={folder!r}: not writable")
     return Plan(
         jobs,
         [cfg.model_dump_json() for cfg in cfgs],

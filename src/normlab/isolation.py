@@ -13,14 +13,19 @@ import torch
 from normlab.config import Config
 
 
+def seed_all(seed: int) -> None:
+    """Every global generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)  # and every CUDA device's
+
+
 @contextmanager
 def isolated(cfg: Config) -> Iterator[None]:
     """A job inside gives the numbers that it gives alone: seeded, with torch's settings as a new process has them."""
     dtype, benchmark = torch.get_default_dtype(), torch.backends.cudnn.benchmark
     deterministic, grad = torch.get_deterministic_debug_mode(), torch.is_grad_enabled()
-    random.seed(cfg.seed)
-    np.random.seed(cfg.seed % 2**32)  # noqa: NPY002  whatever draws from the global generator is meant
-    torch.manual_seed(cfg.seed)
+    seed_all(cfg.seed)
     try:
         yield
     finally:

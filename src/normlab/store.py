@@ -146,7 +146,8 @@ class RunFolder:
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, LAYERS_SCHEMA) as stream:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(sink, LAYERS_SCHEMA, options=options) as stream:
             stream.write_table(self._pending())
         tail = torch.from_numpy(np.frombuffer(sink.getvalue(), np.uint8).copy())
         return {"rows": self._rows, "parts": self._part_count, "tail": tail}

@@ -1,7 +1,6 @@
 """One run, top to bottom: build, train, measure, judge, record."""
 
 import math
-import random
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from normlab import checkpoint, optim, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import Clock, device_name, pick_device
 from normlab.init import calibrate, initialise
+from normlab.isolation import seed_all
 from normlab.journal import Journal, rules
 from normlab.log import Log
 from normlab.meter import StepMeter, global_norm
@@ -103,13 +103,15 @@ def _recorded(
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             try:
-                _fitted(cfg, learned, device, folder, log, state)
+                result = _fitted(cfg, learned, device, folder, log, state) | {"status": "finished"}
             except BaseException as error:
                 _record_end(folder, error)
-                raise
-            finally:
                 log.summary(folder.record)
-    except BaseException as error:  # before the run began: the start of W&B was interrupted
+                raise
+            log.summary(folder.record | result)
+        checkpoint.forget_previous(path)
+        folder.update(**result)  # the last act: a run that is killed before it goes on, W&B's record included
+    except BaseException as error:
         _record_end(folder, error)
         raise
     return folder.record
@@ -122,7 +124,8 @@ def _fitted(
     folder: store.RunFolder,
     log: Log,
     state: Mapping[str, Any] | None,
-) -> None:
+) -> dict[str, Any]:
+    """The numbers of run.json, once all rows are written."""
     fit = _Fit(cfg, learned, device, folder, log)
     if state:
         print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
@@ -133,9 +136,8 @@ def _fitted(
         fit.journal.flush(fit.clock.lap)  # the steps that were made
         raise
     folder.close()
-    folder.update(status="finished", **result)
-    checkpoint.forget_previous(folder.path)
     log.files("layers", "layers", sorted(folder.path.glob("layers/*.parquet")))
+    return result
 
 
 def _record_end(folder: store.RunFolder, error: BaseException) -> None:
@@ -148,14 +150,14 @@ def _record_end(folder: store.RunFolder, error: BaseException) -> None:
         (folder.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
         folder.close()
     except OSError as unwritten:
-        print(f"{folder.path}: cannot be marked {status}: {unwritten}", file=sys.stderr)
+        print(f"{folder.path}: {status}, and its record is not whole: {unwritten}", file=sys.stderr)
 
 
 class _Fit:
     """The state of one training run and its loop."""
 
     def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
-        _seed(cfg.seed)
+        seed_all(cfg.seed)
         self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
         self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
@@ -350,13 +352,6 @@ class _Fit:
             "tokens_per_second": tokens / self.clock.total if losses else None,
             **judged,
         }
-
-
-def _seed(seed: int) -> None:
-    """Every global generator, whatever an earlier run of the process left."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)  # and every CUDA device's
 
 
 def _due(step: int, every: int) -> bool:
