@@ -23,7 +23,7 @@ demo: $(VENV)/.installed
 	$(PY) analysis/report.py runs/demo runs/init_profile runs/xiong_depth
 
 test: $(VENV)/.installed
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses auto --dist worksteal
 
 # A study of 12 runs that is killed 30 times, about 4 minutes; make test has 3 runs and 4 kills.
 test-faults: $(VENV)/.installed

@@ -56,7 +56,7 @@ def test_six_runs_at_one_instant(starter, tmp_path):
     assert len(list(tmp_path.glob("runs/scratch/*/wandb/offline-run-*"))) == 6
     assert sorted(load(tmp_path / "runs").runs.seed) == list(range(6))
     for number in range(6):
-        assert (tmp_path / str(number) / "stdout").read_text().count("\n") == 1
+        assert (tmp_path / str(number) / "stdout").read_text().count("val loss") == 1
         assert (tmp_path / str(number) / "stderr").read_text() == ""
 
 
@@ -65,7 +65,7 @@ def test_one_study_launched_twice_at_one_instant(starter, tmp_path):
     assert [launch.wait() for launch in at_once(starter, tmp_path, command, command)] == [0, 0]
     assert_whole(tmp_path, 4)
     told = [(tmp_path / str(number) / "stdout").read_text() for number in range(2)]
-    made = [text.count("finished before") + text.count("left alone") for text in told]
+    made = [text.count("finished before") + text.count(":  left alone") for text in told]
     assert sum(4 - count for count in made) == 4
     assert any("left alone: another process runs it" in text for text in told)
 

@@ -117,7 +117,7 @@ def run_job(job: Job, raw: DictConfig) -> float | None:
         reason = f"{type(error).__name__}: {_one_line(error)}"
         print(f"{told.what or ' '.join(told.overrides)}:  failed: {reason}", file=sys.stderr, flush=True)
         kept = _written(trace) > old
-        if not kept and not isinstance(error, ConfigError):  # no run folder to keep it in
+        if not kept and not isinstance(error, ConfigError | OSError):  # no run folder to keep it in
             traceback.print_exc()
         replace(told, status="failed", reason=reason, traceback=str(trace) if kept else None).leave()
         return None

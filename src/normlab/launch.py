@@ -48,9 +48,9 @@ class Outcome:
         folder = Path(os.environ[FOLDER])
         try:
             store.write_atomically(folder / f"job-{self.job:05d}.json", json.dumps(asdict(self)))
-        except FileNotFoundError:
+        except OSError as error:
             if folder.exists():
-                raise
+                print(f"this job's end cannot be noted: {error}", file=sys.stderr)
 
 
 class Launch:
