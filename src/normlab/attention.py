@@ -86,7 +86,10 @@ class Attention(nn.Module):
         return dropped(scaled(self.w_out(y_BTD), self.scale), self.dropout, self.training)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """Softmax of the scores, weighted mean of the values. A bias of a causal stack masks the future itself."""
+        """Softmax of the scores, weighted mean of the values. A bias of a causal stack masks the future itself.
+
+        (B or 1, H or 1, T or 1, S), added to the scores.
+        """
         rate = self.dropout if self.training else 0.0
         if self.softcap is None:
             causal = self.causal and bias is None

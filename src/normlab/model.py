@@ -15,7 +15,7 @@ from normlab.attention import Attention
 from normlab.config_model import ModelConfig
 from normlab.ffn import ACTIVATIONS, FFN, MoE, dropped, scaled
 from normlab.norm import NORMS, wide
-from normlab.position import RelativeBias, Rotary, sinusoid
+from normlab.position import RelativeBias, Rotary, key_mask, sinusoid
 from normlab.residual import PLACEMENTS, Residual
 
 IGNORED = -100  # a target that the loss leaves out
@@ -62,18 +62,21 @@ class Block(nn.Module):
             self.add_module(f"{site}_residual", residual)
             first = first or residual
 
-    def forward(self, x: Any, memory: Tensor | None = None, bias: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Any, memory: Tensor | None = None, bias: Tensor | None = None, memory_bias: Tensor | None = None
+    ) -> Any:
+        """The biases are added to the scores of self- and of cross-attention."""
         if self.joint:
-            return self.ffn_residual(x, lambda z: self._sum(z, memory, bias))
+            return self.ffn_residual(x, lambda z: self._sum(z, memory, bias, memory_bias))
         x = self.attn_residual(x, lambda z: self.attn(z, None, bias))
         if self.cross is not None:
-            x = self.cross_residual(x, partial(self.cross, memory_BSD=memory))
+            x = self.cross_residual(x, partial(self.cross, memory_BSD=memory, bias_BHTS=memory_bias))
         return x if self.ffn is None else self.ffn_residual(x, self.ffn)
 
-    def _sum(self, z: Tensor, memory: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _sum(self, z: Tensor, memory: Tensor | None, bias: Tensor | None, memory_bias: Tensor | None) -> Tensor:
         y = self.attn(z, None, bias)
         if self.cross is not None:
-            y = y + self.cross(z, memory)
+            y = y + self.cross(z, memory, memory_bias)
         return y if self.ffn is None else y + self.ffn(z)
 
 
@@ -125,11 +128,21 @@ class Stack(nn.Module):
         own = placement.final(partial(make_norm, cfg))
         self.final_norm = own if cfg.final_norm is None else make_norm(cfg) if cfg.final_norm else nn.Identity()
 
-    def forward(self, tokens_BT: Tensor, memory: Tensor | None = None, segments_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        memory: Tensor | None = None,
+        segments_BT: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The masks (position.key_mask) keep an encoder's, and the memory's, padding from being attended to."""
         x = self.enter(self.embed(tokens_BT, segments_BT))
-        bias = None if self.relative is None else self.relative(tokens_BT.shape[1])
+        bias = mask
+        if self.relative is not None:
+            bias = self.relative(tokens_BT.shape[1]) if mask is None else self.relative(tokens_BT.shape[1]) + mask
         for block in self.blocks:
-            x = block(x, memory, bias)
+            x = block(x, memory, bias, memory_mask)
         return self.final_norm(x)
 
 
@@ -208,13 +221,19 @@ class Model(nn.Module, ABC):
         logits_BTV = wide(self(inputs))
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
 
-    def objective(self, inputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(what training descends, its cross-entropy): they differ by the mean of the blocks' load-balance losses."""
-        loss = self.loss(inputs, targets_BT)
+    def objective(self, inputs: Any, targets_BT: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+        """(what training descends, its cross-entropy): they differ by the mean of the blocks' load-balance losses and
+
+        by label smoothing e: the targets are then 1 - e the true token, e uniform (Szegedy et al. 2015, section 7).
+        """
+        logits_NV, targets_N = wide(self(inputs)).flatten(0, 1), targets_BT.flatten()
+        descended = loss = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED)
+        if smoothing:
+            descended = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, label_smoothing=smoothing)
         balances = [m.balance for m in self._mixtures if m.balance is not None]
-        if not balances:
-            return loss, loss
-        return loss + self.balance_loss * torch.stack(balances).mean(), loss
+        if balances:
+            descended = descended + self.balance_loss * torch.stack(balances).mean()
+        return descended, loss
 
 
 @final
@@ -241,15 +260,21 @@ class Encoder(Model):
 
 @final
 class EncoderDecoder(Model):
-    """(source (B, S), tokens (B, T)) -> next-token logits (B, T, V); every decoder block attends to the encoder."""
+    """(source (B, S), tokens (B, T)) -> next-token logits (B, T, V); every decoder block attends to the encoder.
+
+    A third input (B, S) bool says where the source is no padding. Padded tokens come last, so that a causal decoder
+    needs no mask of its own.
+    """
 
     stack_names = ("encoder", "decoder")
     encoder: Stack
     decoder: Stack
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        source_BS, tokens_BT = inputs
-        return self.logits(self.decoder(tokens_BT, self.encoder(source_BS)))
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        source_BS, tokens_BT, *present = inputs
+        mask = key_mask(present[0], self.encoder.embed.token.weight.dtype) if present else None
+        memory_BSD = self.encoder(source_BS, mask=mask)
+        return self.logits(self.decoder(tokens_BT, memory_BSD, memory_mask=mask))
 
 
 ARCHITECTURES: dict[str, type[Model]] = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}

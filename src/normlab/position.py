@@ -1,4 +1,4 @@
-"""Positions: fixed sinusoids, rotations of q and k, relative biases on the scores.
+"""Positions: fixed sinusoids, rotations of q and k, relative biases on the scores, masks of padding.
 
 Shapes: B batch, H heads, T tokens (S of them as keys), K head width, D width.
 """
@@ -69,6 +69,16 @@ class RelativeBias(nn.Module):
             future = torch.ones(length, length, dtype=torch.bool, device=bias_HTT.device).triu(1)
             bias_HTT = bias_HTT.masked_fill(future, -math.inf)
         return bias_HTT[None]
+
+
+def key_mask(present_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores so that no query sees padding: 0 where a key is present, else -inf. (B, 1, 1, S).
+
+    A sequence of nothing but padding keeps its keys: its outputs are ignored, but a softmax over nothing is NaN.
+    """
+    present_BS = present_BS | ~present_BS.any(-1, keepdim=True)
+    mask_BS = torch.zeros(present_BS.shape, dtype=dtype, device=present_BS.device)
+    return mask_BS.masked_fill(~present_BS, -math.inf)[:, None, None]
 
 
 def _angles(context: int, width: int, base: float) -> Tensor:

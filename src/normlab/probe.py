@@ -123,7 +123,7 @@ def layer_drop(model: Model, loss: Loss, batches: Batches) -> list[tuple]:
 def _skipped(block: nn.Module) -> Iterator[None]:
     """The block passes its stream on. Its compiled form is set aside."""
     compiled, block._compiled_call_impl = block._compiled_call_impl, None
-    block.forward = lambda x, memory=None, bias=None: x
+    block.forward = lambda x, memory=None, bias=None, memory_bias=None: x
     try:
         yield
     finally:
