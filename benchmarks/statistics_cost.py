@@ -36,7 +36,7 @@ class Bare:
 
     def __init__(self, cfg: Config) -> None:
         self.cfg, source = cfg, data.load(cfg.data)
-        self.batch = source.batch(0, 0, cfg.data.batch_size, cfg.model.context)
+        self.batch = source.batch(0, 0, cfg.sequences, cfg.model.context)
         self.model = build(cfg.model, source.vocab)
         initialise(self.model, cfg.model, seed=0)
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
@@ -121,7 +121,7 @@ def profile_seconds(depth: int) -> float:
     source = data.load(cfg.data)
     model = build(cfg.model, source.vocab)
     initialise(model, cfg.model, seed=0)
-    batches: list = source.held_out(cfg.probe.batches, cfg.data.batch_size, cfg.model.context)
+    batches: list = source.held_out(cfg.probe.batches, cfg.sequences, cfg.model.context)
     take = Profile(model, model.objective, batches, layer_drop=False)
     take()
     start = time.perf_counter()

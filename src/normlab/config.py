@@ -1,11 +1,11 @@
-"""Types and limits of conf/. Values live in the YAML files; nothing here has a default. Models: config_model.py.
+"""Types and limits of conf/. Values live in the YAML files; nothing here has a default.
+
+Models: config_model.py; data: config_data.py.
 
 Everything past `load` is frozen, typed and checked; an unknown key is an error.
 """
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from normlab.config_data import DataConfig, Seed, absolute
 from normlab.config_model import (
     Fraction,
     ModelConfig,
@@ -24,21 +25,6 @@ from normlab.config_model import (
 )
 from normlab.explain import ConfigError, explain
 from normlab.spikes import Rule
-
-
-def _absolute(path: str) -> str:
-    """From the directory that the command was started in, also in a job that has left it."""
-    if not path:
-        raise ValueError("empty; accepted: a path")
-    return str(Path(os.environ.get("NORMLAB_CWD", "."), Path(path).expanduser()).absolute())
-
-
-def _existing(path: str | None) -> str | None:
-    if path is None:
-        return None
-    if not Path(_absolute(path)).exists():
-        raise ValueError("no such file or folder")
-    return _absolute(path)
 
 
 def _device(name: str) -> str:
@@ -57,36 +43,9 @@ def _device(name: str) -> str:
 
 # optim.py's tables have these rows.
 OptimizerName = Literal["adam", "adamw", "radam", "sgd"]
-ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt"]
+ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
-
-
-class TextConfig(Section):
-    name: Literal["text"]
-    path: Annotated[str | None, AfterValidator(_existing)]
-    glob: Annotated[str, Field(min_length=1)] | None
-    val_fraction: Annotated[float, Field(gt=0, lt=1)]
-    batch_size: PositiveInt
-
-
-class MarkovConfig(Section):
-    name: Literal["markov"]
-    vocab: Annotated[int, Field(ge=2)]
-    order: NonNegativeInt
-    concentration: PositiveFloat
-    source_seed: Seed
-    batch_size: PositiveInt
-
-    @model_validator(mode="after")
-    def _table_fits(self) -> "MarkovConfig":
-        if self.vocab ** (self.order + 1) > 2**24:
-            raise ValueError(
-                f"data.vocab={self.vocab} to the power data.order + 1 = {self.order + 1} is the size of the "
-                f"transition table; accepted: at most 2^24"
-            )
-        return self
 
 
 class OptimConfig(Section):
@@ -180,7 +139,7 @@ class RelaunchConfig(Section):
 
 class Config(Section):
     model: ModelConfig
-    data: Annotated[TextConfig | MarkovConfig, Field(discriminator="name")]
+    data: DataConfig
     optim: OptimConfig
     log: LogConfig
     eval: EvalConfig
@@ -193,12 +152,14 @@ class Config(Section):
     study: FolderName
     seed: Seed
     steps: NonNegativeInt
+    objective: Literal["lm", "mlm", "continuation", "translation"] | None
+    label_smoothing: Fraction
     micro_batch: PositiveInt | None
     device: Annotated[str, AfterValidator(_device)]
     precision: Literal["fp32", "bf16"]
     compile: bool
     threads: PositiveInt
-    runs_dir: Annotated[str, AfterValidator(_absolute)]
+    runs_dir: Annotated[str, AfterValidator(absolute)]
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> "Config":
@@ -220,9 +181,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_batch_has_a_spread(self) -> "Config":
-        if self.model.norm == "batchnorm" and self.model.context * (self.micro_batch or self.data.batch_size) < 2:
+        if self.model.norm == "batchnorm" and self.model.context * (self.micro_batch or self.sequences) < 2:
             raise ValueError("model.norm=batchnorm needs two tokens in a batch: model.context=1 and data.batch_size=1")
         return self
+
+    @property
+    def sequences(self) -> int:
+        """In a batch; of data with sequences of many lengths, how many as long as the context would fit."""
+        return self.data.sequences(self.model.context)
 
     def identity(self) -> dict[str, Any]:
         """Every setting that can change a measured number; names, paths, logging and launching left out.
@@ -233,8 +199,11 @@ class Config(Section):
         settings = self.model_dump(mode="json", exclude=exclude)
         if self.stop.hopeless:  # these then say how many steps are made
             settings["stop"] |= {"rise": self.verdict.rise, "patience": self.verdict.patience, "every": self.log.every}
-        for key in ("path", "glob"):  # the content's hash stands for them
-            settings["data"].pop(key, None)
+        for key in self.data.PLACES:  # the content's hash stands for them
+            del settings["data"][key]
+        del settings["objective"]  # follows from model and data
+        if not self.label_smoothing:  # ids from before there was one stay
+            del settings["label_smoothing"]
         return settings
 
 

@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normlab.config import MarkovConfig, TextConfig
+from normlab import hf, tokens
+from normlab.config_data import DataConfig, HfConfig, MarkovConfig, TextConfig, TokensConfig
 from normlab.explain import ConfigError
+from normlab.ngram import Bigrams
 
 TRAIN, HELD_OUT, MASKS = range(3)  # streams of the batch generator
 HELD_OUT_SEED = 2**63  # no run's seed
+DENSE = 256  # the largest vocabulary of real text whose bigrams are a table of all of them
 Batch = tuple[Tensor, Tensor]  # inputs and next-token targets, int64 (B, T) each
 
 
@@ -71,15 +74,24 @@ class Source(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Text(Source):
-    """Bytes of real text, a training and a held-out part."""
+    """Tokens of real text, a training and a held-out part. `bigrams` in place of log_p for a large vocabulary."""
 
-    train: Tensor = field(repr=False)  # uint8, one dimension
+    train: Tensor = field(repr=False)  # uint8 or uint16, one dimension
     val: Tensor = field(repr=False)
+    bigrams: Bigrams | None = field(repr=False)
+
+    def surprisal(self, text: np.ndarray, known: int) -> np.ndarray:
+        if self.bigrams is None:
+            return super().surprisal(text, known)
+        found = self.bigrams.unigram_loss(text)
+        if known:
+            found[:, 1:] = self.bigrams.bigram_loss(text[:, :-1], text[:, 1:])
+        return found
 
     def require(self, window: int) -> None:
         shorter = min(len(self.train), len(self.val))
         if shorter <= window:
-            told = f"model.context: a sequence takes {window} bytes, the text's shorter part has {shorter}"
+            told = f"model.context: a sequence takes {window} tokens, the text's shorter part has {shorter}"
             raise ConfigError(f"{told}; accepted: fewer")
 
     def batch(self, seed: int, step: int, size: int, context: int) -> Batch:
@@ -128,15 +140,26 @@ class Markov(Source):
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def load(cfg: TextConfig | MarkovConfig) -> Source:
+def load(cfg: DataConfig) -> Source:
     """The configured source, kept between the jobs of a sweep. Raises ConfigError when the text is too short."""
     key: Any = cfg  # frozen, hence hashable
     return _load(key)
 
 
 @lru_cache(maxsize=4)
-def _load(cfg: TextConfig | MarkovConfig) -> Source:
-    return _load_text(cfg) if isinstance(cfg, TextConfig) else _make_markov(cfg)
+def _load(cfg: DataConfig) -> Source:
+    match cfg:
+        case TextConfig():
+            return _load_text(cfg)
+        case MarkovConfig():
+            return _make_markov(cfg)
+        case TokensConfig():
+            if cfg.path is None:
+                raise ConfigError("data.path: needed; accepted: a folder of train.bin and val.bin")
+            return _load_tokens(Path(cfg.path), cfg.vocab)
+        case HfConfig():
+            return _load_tokens(*hf.prepared(cfg))
+    raise TypeError(f"data={cfg.name} is no source of windows: see normlab.parallel")
 
 
 def _load_text(cfg: TextConfig) -> Text:
@@ -155,7 +178,7 @@ def _load_text(cfg: TextConfig) -> Text:
     digest = hashlib.sha256()
     for content in contents:  # lengths too, so that moving a file boundary changes the hash
         digest.update(len(content).to_bytes(8, "big") + content)
-    log_p, entropies = _byte_entropies(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8))
+    log_p, entropies = _dense_entropies(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8), 256)
     return Text(
         vocab=256,
         sha256=digest.hexdigest(),
@@ -164,6 +187,29 @@ def _load_text(cfg: TextConfig) -> Text:
         entropy_rate=None,
         train=torch.frombuffer(bytearray(train), dtype=torch.uint8),
         val=torch.frombuffer(bytearray(val), dtype=torch.uint8),
+        bigrams=None,
+    )
+
+
+def _load_tokens(folder: Path, vocab: int) -> Text:
+    train, val, sha256 = tokens.read(folder, vocab)
+    counted, judged = tokens.sample(train), tokens.sample(val)
+    log_p, bigrams = (), None
+    if vocab <= DENSE:
+        log_p, entropies = _dense_entropies(counted, judged, vocab)
+    else:
+        bigrams = Bigrams.count(vocab, counted[1:], counted[:-1], counted[1:])
+        losses = bigrams.unigram_loss(judged[1:]), bigrams.bigram_loss(judged[:-1], judged[1:])
+        entropies = tuple(float(loss.mean()) for loss in losses)
+    return Text(
+        vocab=vocab,
+        sha256=sha256,
+        log_p=log_p,
+        entropies=entropies,
+        entropy_rate=None,
+        train=train,
+        val=val,
+        bigrams=bigrams,
     )
 
 
@@ -182,25 +228,27 @@ def _files(root: Path, cfg: TextConfig) -> list[Path]:
     return chosen
 
 
-def _byte_entropies(train: np.ndarray, val: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[float, ...]]:
-    """log p of the training part's unigrams (1, 256) and bigrams (256, 256), add-one smoothed, and H1, H2.
+def _dense_entropies(
+    train: np.ndarray, val: np.ndarray, vocab: int
+) -> tuple[tuple[np.ndarray, ...], tuple[float, ...]]:
+    """log p of the training part's unigrams (1, V) and bigrams (V, V), add-one smoothed, and H1, H2.
 
     H1 and H2 of a text are the held-out cross-entropies of these: the losses of a model that learned only them.
     """
-    counts = [_pair_counts(part) for part in (train, val)]
+    counts = [_pair_counts(part, vocab) for part in (train, val)]
     learned = [counts[0].sum(0, keepdims=True) + 1, counts[0] + 1]
     log_p = tuple(np.log(c / c.sum(1, keepdims=True)) for c in learned)
     entropies = tuple(-float((counts[1] * log).sum() / counts[1].sum()) for log in log_p)
     return log_p, entropies
 
 
-def _pair_counts(tokens: np.ndarray) -> np.ndarray:
-    """(256, 256) counts of adjacent bytes, in pieces so that a large text needs little memory."""
-    counts = np.zeros(65536)
-    for start in range(0, len(tokens) - 1, 2**22):
-        piece = tokens[start : start + 2**22 + 1].astype(np.int64)
-        counts += np.bincount(piece[:-1] * 256 + piece[1:], minlength=65536)
-    return counts.reshape(256, 256)
+def _pair_counts(text: np.ndarray, vocab: int) -> np.ndarray:
+    """(V, V) counts of adjacent tokens, in pieces so that a large text needs little memory."""
+    counts = np.zeros(vocab**2)
+    for start in range(0, len(text) - 1, 2**22):
+        piece = text[start : start + 2**22 + 1].astype(np.int64)
+        counts += np.bincount(piece[:-1] * vocab + piece[1:], minlength=vocab**2)
+    return counts.reshape(vocab, vocab)
 
 
 def _make_markov(cfg: MarkovConfig) -> Markov:

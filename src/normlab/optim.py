@@ -16,6 +16,7 @@ SCHEDULES: dict[ScheduleName, Decay] = {
     "linear": lambda done, warmup, n: 1 - done,
     "cosine": lambda done, warmup, n: 0.5 * (1 + math.cos(math.pi * done)),
     "inverse_sqrt": lambda done, warmup, n: math.sqrt(max(warmup, 1) / n),  # Vaswani et al. 2017, equation 3
+    "step": lambda done, warmup, n: float(done < 8 / 15),  # at epoch 8 of 15 (Xiong et al. 2020, pre-norm on IWSLT14)
 }
 
 OPTIMIZERS: dict[OptimizerName, Callable[[list[dict], OptimConfig, bool], torch.optim.Optimizer]] = {
@@ -38,13 +39,14 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """The rate that update `step` (0-based) of `steps` uses.
 
     Warm-up: lr * (step + 1) / warmup_steps, so the peak is reached at step warmup_steps - 1 and no update has rate 0.
-    After it: the schedule; linear and cosine end at lr * final_lr_ratio, reached as step -> steps.
+    After it: the schedule; linear and cosine end at lr * final_lr_ratio, reached as step -> steps; step is
+    there from 8/15 of the way on.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     done = (step - cfg.warmup_steps) / (steps - cfg.warmup_steps)
     shape = SCHEDULES[cfg.schedule](done, cfg.warmup_steps, step + 1)
-    floor = cfg.final_lr_ratio if cfg.schedule in {"linear", "cosine"} else 0.0
+    floor = cfg.final_lr_ratio if cfg.schedule in {"linear", "cosine", "step"} else 0.0
     return cfg.lr * (floor + (1 - floor) * shape)
 
 

@@ -80,14 +80,14 @@ def saved_bytes(module: nn.Module, run: Callable[[], Any]) -> int:
 
 
 def activation_bytes(cfg: Config, vocab: int, *, fused: bool = True) -> int:
-    """Bytes kept from the forward pass of data.batch_size x model.context tokens to its backward pass.
+    """Bytes kept from the forward pass of a batch of sequences of model.context tokens to its backward pass.
 
     fused: attention keeps no scores where torch's CPU kernel serves: no dropout, softcap or learned bias.
     """
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused else [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(kernels):
         model = build(cfg.model, vocab)
-        tokens = torch.zeros(cfg.data.batch_size, cfg.model.context, dtype=torch.long)
+        tokens = torch.zeros(cfg.sequences, cfg.model.context, dtype=torch.long)
         inputs = (tokens, tokens) if cfg.model.arch == "encoder_decoder" else tokens
         return saved_bytes(model, lambda: model.objective(inputs, tokens))
 
@@ -104,7 +104,7 @@ def report(cfg: Config) -> str:
     lines.append(f"{'total, tied weights once':68}{total:>20,}")
     lines += [f"{'active for a token':68}{active(model):>20,}"] if cfg.model.ffn == "moe" else []
     fixed = {"weights": 4 * total, "gradients": 4 * total, "optimizer state": optimizer_bytes(model, cfg)}
-    setting = f"{cfg.optim.name}, fp32, eager, {cfg.data.batch_size} x {cfg.model.context:,} tokens to each stack"
+    setting = f"{cfg.optim.name}, fp32, eager, {cfg.sequences} x {cfg.model.context:,} tokens to each stack"
     lines += ["", setting, *(_row(name, size) for name, size in fixed.items())]
     if cfg.model.head == "pooler":
         return "\n".join([*lines, "activations: not measured, model.head=pooler has no loss"])
