@@ -26,6 +26,7 @@ WANDB_NAMES = {
     "seconds": "train/seconds_per_step",
     "critical_sharpness": "train/critical_sharpness",
     "val_loss": "val/loss",
+    "bleu": "val/bleu",
 }
 Block = tuple[str, int]  # stack, layer
 

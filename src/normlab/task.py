@@ -3,25 +3,71 @@
 A batch is a pure function of (seed, step), like the source's. Targets that are not predicted are IGNORED.
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import data
+from normlab import cache, data, parallel
+from normlab.buckets import Batches
 from normlab.config import Config
+from normlab.config_data import ParallelConfig
 from normlab.explain import ConfigError
-from normlab.model import IGNORED
+from normlab.model import IGNORED, Model
+from normlab.parallel import Parallel, Split
+from normlab.store import write_atomically
+from normlab.translation import corpus_bleu, translations
 
 Batch = tuple[Any, Tensor]  # (what Model.forward takes, targets (B, T))
 
 
-@dataclass(frozen=True)
 class Task(ABC):
+    """What a run learns, batch by batch."""
+
+    source: Any  # a data.Source or a Parallel: vocab, sha256, h1, h2, entropy_rate
+
+    @property
+    def vocab(self) -> int:
+        return self.source.vocab
+
+    @abstractmethod
+    def batch(self, seed: int, step: int) -> Batch:
+        """The training batch of a step."""
+
+    @abstractmethod
+    def held_out(self, count: int) -> list[Batch]:
+        """`count` evaluation batches, the same for every run; fewer where there are no more."""
+
+    @abstractmethod
+    def tokens_seen(self, seed: int, steps: int) -> int:
+        """Positions of the text that the first `steps` batches have, padding not counted."""
+
+    @abstractmethod
+    def reference_loss(self, batch: Batch, known: int) -> float:
+        """Mean loss on these targets of the best predictor that sees the last `known` true tokens and no more."""
+
+    def floor(self, batch: Batch) -> float | None:
+        """The least mean loss that any model could have on these targets, None where it is not known."""
+        return None
+
+    def scored(self, step: int) -> bool:
+        """Whether `scores` are wanted before this step."""
+        return False
+
+    def scores(self, model: Model, device: torch.device, folder: Path | None = None) -> dict[str, Any]:
+        """What this task measures beside its loss, of a model in evaluation mode; the final ones, where a folder is
+        given, which may keep what was scored."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Window(Task):
     """Windows of `context` tokens, `size` at a time."""
 
     source: data.Source
@@ -29,22 +75,19 @@ class Task(ABC):
     context: int
 
     @property
-    def vocab(self) -> int:
-        return self.source.vocab
-
-    @property
     def window(self) -> int:
         """Tokens of the source that one sequence needs, beside the last target."""
         return self.context
 
     def batch(self, seed: int, step: int) -> Batch:
-        """The training batch of a step."""
         return self.shape(self.source.batch(seed, step, self.size, self.window), seed, step)
 
     def held_out(self, count: int) -> list[Batch]:
-        """`count` evaluation batches, the same for every run."""
         windows = self.source.held_out(count, self.size, self.window)
         return [self.shape(batch, data.HELD_OUT_SEED, i) for i, batch in enumerate(windows)]
+
+    def tokens_seen(self, seed: int, steps: int) -> int:
+        return steps * self.size * self.context
 
     @abstractmethod
     def shape(self, batch: data.Batch, seed: int, step: int) -> Batch:
@@ -55,13 +98,15 @@ class Task(ABC):
         """The text behind a batch (B, S), and which of it is predicted (B, S) bool."""
 
     def reference_loss(self, batch: Batch, known: int) -> float:
-        """Mean loss on these targets of the best predictor that sees the last `known` true tokens and no more."""
         text, predicted = (t.cpu().numpy() for t in self.tokens(batch))
         return float(self.source.surprisal(text, known)[predicted].mean())
 
+    def floor(self, batch: Batch) -> float | None:
+        return None if self.source.entropy_rate is None else self.reference_loss(batch, self.window)
+
 
 @final
-class NextToken(Task):
+class NextToken(Window):
     """A decoder predicts each next token."""
 
     def shape(self, batch: data.Batch, seed: int, step: int) -> Batch:
@@ -74,7 +119,7 @@ class NextToken(Task):
 
 
 @final
-class MaskedToken(Task):
+class MaskedToken(Window):
     """An encoder restores 15 % of the tokens: of these 80 % are masked, 10 % random, 10 % left (Devlin et al. 2018)."""
 
     @property
@@ -94,9 +139,13 @@ class MaskedToken(Task):
         inputs, targets = batch
         return torch.where(targets == IGNORED, inputs, targets), targets != IGNORED
 
+    def floor(self, batch: Batch) -> float | None:
+        """Unknown: the model sees both sides."""
+        return None
+
 
 @final
-class Continuation(Task):
+class Continuation(Window):
     """An encoder reads `context` tokens, a decoder predicts those that follow."""
 
     @property
@@ -113,18 +162,100 @@ class Continuation(Task):
         return text, torch.arange(text.shape[1]).expand(text.shape) > self.context
 
 
-TASKS: dict[str, type[Task]] = {"decoder": NextToken, "encoder": MaskedToken, "encoder_decoder": Continuation}
+HYPOTHESES = "translations.txt"  # of the test files, in a run's folder
+
+
+@final
+class Translation(Task):
+    """An encoder reads a sentence, a decoder predicts its translation token by token, EOS included."""
+
+    def __init__(self, cfg: ParallelConfig, context: int) -> None:
+        cache.extra("sacrebleu", "data=parallel")  # now, not after the training
+        self.cfg, self.context = cfg, context
+        self.source: Parallel = parallel.load(cfg)
+        self.source.require(context)
+        splits = self.source.splits
+        self.batches = {name: Batches(splits[name], cfg.batch_tokens) for name in ("train", "valid")}
+
+    def batch(self, seed: int, step: int) -> Batch:
+        return self.batches["train"].train(seed, step)
+
+    def held_out(self, count: int) -> list[Batch]:
+        return self.batches["valid"].spread(count)
+
+    def tokens_seen(self, seed: int, steps: int) -> int:
+        return self.batches["train"].tokens(seed, steps)
+
+    def reference_loss(self, batch: Batch, known: int) -> float:
+        """Of the target's unigrams, or its bigrams from BOS on, as counted in the training files."""
+        (_, inputs, _), targets = batch
+        said = (targets != IGNORED).cpu().numpy()
+        before, after = inputs.cpu().numpy()[said], targets.cpu().numpy()[said]
+        bigrams = self.source.bigrams
+        return float((bigrams.bigram_loss(before, after) if known else bigrams.unigram_loss(after)).mean())
+
+    def scored(self, step: int) -> bool:
+        return step > 0 and self.cfg.bleu_every > 0 and step % self.cfg.bleu_every == 0
+
+    def scores(self, model: Model, device: torch.device, folder: Path | None = None) -> dict[str, Any]:
+        """`bleu`, greedy, of some validation pairs; at the end test_bleu, by the beam, of all test pairs, kept too."""
+        start, valid, test = time.perf_counter(), self.source.splits["valid"], self.source.splits.get("test")
+        count = min(self.cfg.bleu_sentences, len(valid))
+        some = np.linspace(0, len(valid) - 1, count).round().astype(int).tolist()
+        said = self._said(model, device, valid, some, 1)
+        bleu, signature = corpus_bleu(said, [valid.references[i] for i in some])
+        found: dict[str, Any] = {"bleu": bleu}
+        if folder is None:
+            return found
+        if test is not None:
+            said = self._said(model, device, test, range(len(test)), self.cfg.beam)
+            found["test_bleu"], _ = corpus_bleu(said, test.references)
+            write_atomically(folder / HYPOTHESES, "".join(line + "\n" for line in said))
+        return found | {"bleu_signature": signature, "bleu_seconds": time.perf_counter() - start}
+
+    def _said(self, model: Model, device: torch.device, split: Split, pairs: Sequence[int], beam: int) -> list[str]:
+        search = {"beam": beam, "length_penalty": self.cfg.length_penalty, "context": self.context}
+        return translations(model, device, self.source, split, pairs, 2 * self.cfg.batch_tokens, **search)
+
+
+TASKS: dict[str, type[Window]] = {"decoder": NextToken, "encoder": MaskedToken, "encoder_decoder": Continuation}
+OBJECTIVES = {"lm": "decoder", "mlm": "encoder", "continuation": "encoder_decoder", "translation": "encoder_decoder"}
 
 
 def make(cfg: Config) -> Task:
-    """The task of a config. Raises ConfigError where data and model do not fit."""
-    task = TASKS[cfg.model.arch](data.load(cfg.data), cfg.data.batch_size, cfg.model.context)
-    task.source.require(task.window)
+    """The task of a config. Raises ConfigError where data, model and objective do not fit."""
+    wanted = OBJECTIVES.get(cfg.objective or "", cfg.model.arch)
+    if wanted != cfg.model.arch:
+        raise ConfigError(f"objective={cfg.objective}: model.arch={cfg.model.arch}; accepted: {wanted}")
+    pairs = cfg.data.name == "parallel"
+    if pairs != (cfg.objective == "translation") and cfg.objective in {"continuation", "translation"}:
+        raise ConfigError(f"objective={cfg.objective}: data={cfg.data.name} has {'' if pairs else 'no '}sentence pairs")
+    task = _of_pairs(cfg) if pairs else _of_windows(cfg)
     if cfg.model.vocab is not None and cfg.model.vocab < task.vocab:
         raise ConfigError(f"model.vocab={cfg.model.vocab}: the data has {task.vocab} symbols; accepted: at least those")
     if cfg.model.head == "pooler":
         raise ConfigError("model.head=pooler has no language-model loss to train; accepted: lm, mlm")
     return task
+
+
+def _of_windows(cfg: Config) -> Task:
+    assert cfg.data.name != "parallel"
+    task = TASKS[cfg.model.arch](data.load(cfg.data), cfg.data.batch_size, cfg.model.context)
+    task.source.require(task.window)
+    return task
+
+
+def _of_pairs(cfg: Config) -> Task:
+    assert cfg.data.name == "parallel"
+    if cfg.model.arch != "encoder_decoder":
+        raise ConfigError(f"data=parallel: model.arch={cfg.model.arch}; accepted: encoder_decoder")
+    return Translation(cfg.data, cfg.model.context)
+
+
+def shares(batches: Sequence[Batch]) -> list[float]:
+    """Each batch's number of targets over their mean: weights that make a mean over batches one over targets."""
+    counts = [(targets != IGNORED).sum().item() for _, targets in batches]
+    return [count * len(counts) / sum(counts) for count in counts]
 
 
 def micro_batches(batch: Batch, size: int | None) -> Iterator[tuple[Batch, Tensor | float]]:

@@ -167,7 +167,9 @@ class _Fit:
         self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
         if cfg.compile:
             compile_blocks(self.model)
-        self.held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
+        held_out = learned.held_out(cfg.eval.batches)
+        self.shares = torch.tensor(task.shares(held_out)).to(device)
+        self.held_out = [self.to_device(b) for b in held_out]
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
         self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop)
         blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
@@ -192,11 +194,13 @@ class _Fit:
         for step in range(self.start, cfg.steps if self.stopped is None else 0):
             row: dict[str, Any] = {
                 "step": step,
-                "tokens": (step + 1) * cfg.data.batch_size * cfg.model.context,
+                "tokens": self.task.tokens_seen(cfg.seed, step + 1),
                 "lr": optim.learning_rate(cfg.optim, step, cfg.steps),
             }
             if _due(step, cfg.eval.every):
                 row["val_loss"] = self.init_val_loss if step == 0 else self.evaluate()
+            if self.task.scored(step):
+                row |= self.scores()
             if self.profiled(step):
                 self.write_profile(step, before_a_step=True)
             if journal.ended:
@@ -275,7 +279,7 @@ class _Fit:
         """What the step descends, and its cross-entropy."""
         bf16 = self.cfg.precision == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return self.model.objective(inputs, targets)
+            return self.model.objective(inputs, targets, self.cfg.label_smoothing)
 
     def to_device(self, batch: Batch) -> Batch:
         def move(tokens: Any) -> Any:
@@ -288,13 +292,21 @@ class _Fit:
         return move(batch[0]), move(batch[1])
 
     def evaluate(self) -> float:
-        """Mean loss over the held-out batches."""
+        """Mean loss over the targets of the held-out batches."""
         with self.measuring():
             if self.journal.ended:
                 return float("nan")
             with evaluating(self.model):
                 losses = [self.objective(*batch)[1] for batch in self.held_out]
-            return torch.stack(losses).mean().item()
+            return (torch.stack(losses) * self.shares).mean().item()
+
+    def scores(self, folder: Path | None = None) -> dict[str, Any]:
+        """What the task measures beside its loss; of the end, where a folder is given."""
+        with self.measuring(), evaluating(self.model):
+            if self.journal.ended:
+                return {}
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
+                return self.task.scores(self.model, self.device, folder)
 
     def profiled(self, step: int) -> bool:
         """Whether this step gets a full profile: the first, the one after warm-up, and each probe.every."""
@@ -331,13 +343,16 @@ class _Fit:
         cfg, losses = self.cfg, self.journal.losses
 
         def reference(known: int) -> float:
-            return float(np.mean([self.task.reference_loss(batch, known) for batch in self.held_out]))
+            found = [self.task.reference_loss(batch, known) for batch in self.held_out]
+            return float(np.average(found, weights=self.shares.tolist()))
 
         h1, h2 = reference(0), reference(1)
-        exact = self.task.source.entropy_rate is not None and cfg.model.arch != "encoder"  # which sees both sides
+        floors = [self.task.floor(batch) for batch in self.held_out]
+        floor = None if None in floors else float(np.average(np.array(floors, float), weights=self.shares.tolist()))
+        scores = self.scores(self.folder.path) if cfg.steps else {}
         judged = self.journal.judged(init_val_loss=self.init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
         self.journal.close()
-        tokens = len(losses) * cfg.data.batch_size * cfg.model.context
+        tokens = self.task.tokens_seen(cfg.seed, len(losses))
         return {
             "parameters": count_parameters(self.model),
             "steps_done": len(losses),
@@ -347,9 +362,10 @@ class _Fit:
             "init_val_loss": self.init_val_loss,
             "final_val_loss": final_val_loss,
             "final_loss": losses[-1] if losses else None,
-            "excess_loss": final_val_loss - reference(self.task.window) if exact else None,
+            "excess_loss": None if floor is None else final_val_loss - floor,
             "seconds": self.clock.total,
             "tokens_per_second": tokens / self.clock.total if losses else None,
+            **scores,
             **judged,
         }
 
