@@ -12,6 +12,7 @@ from normlab.results import Results
 
 DEPTH, PLACEMENT, WARMUP, DATA = "model.depth", "model.placement", "optim.warmup_steps", "data"
 
+_BATCH = ("data.batch_size", "data.batch_tokens")
 _ORDER = {placement: i for i, placement in enumerate(PLACEMENTS)}
 
 
@@ -44,6 +45,8 @@ def load(paths: Iterable[Path]) -> Results:
         return data
     again = data.runs.run_id.duplicated()
     runs = data.runs[~again].reset_index(drop=True)
+    smoothing = runs.get("label_smoothing", pd.Series(0.0, runs.index))
+    runs["label_smoothing"] = smoothing.astype(float).fillna(0.0)  # runs from before there was one
     runs[DATA] = runs["data.name"] + " " + runs.get("data_sha256", pd.Series("?", runs.index)).str[:6]
     counted = [f"{r.study}/{r.run_id}: also in another study; counted once" for _, r in data.runs[again].iterrows()]
     two = runs[runs.get("model.arch", pd.Series("decoder", runs.index)) == "encoder_decoder"]
@@ -78,7 +81,7 @@ def profiled(data: Results) -> pd.DataFrame:
         raise Missing("no finished run among these")
     runs = runs[runs.status == "finished"]
     keys = [c for c in _settings(runs) if c.startswith("model.") and c not in {PLACEMENT, DEPTH}]
-    keys += [DATA, "data.batch_size", "probe.batches", "precision", "compile"]
+    keys += [k for k in (DATA, *_BATCH, "probe.batches", "precision", "compile") if k in runs]
     named = runs.apply(_setting, axis=1)
     for base in named.unique():  # tell settings of one short name apart by what differs among them
         mine = runs[named == base]
@@ -102,7 +105,9 @@ def _settings(runs: pd.DataFrame) -> list[str]:
     """Columns that say what a run is, as opposed to where it lies and what came of it."""
     rules = ("spikes.", "verdict.")  # they label a run and can be changed afterwards
     dotted = [c for c in runs.columns if "." in c and not c.startswith(("log.", "data.", *rules))]
-    return [c for c in [*dotted, DATA, "data.batch_size", "steps", "precision", "compile", "device"] if c in runs]
+    return [
+        c for c in [*dotted, DATA, *_BATCH, "label_smoothing", "steps", "precision", "compile", "device"] if c in runs
+    ]
 
 
 def varying(runs: pd.DataFrame) -> list[str]:

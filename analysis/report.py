@@ -18,6 +18,7 @@ import fig_hidden_growth
 import fig_jacobian
 import fig_loss_curves
 import fig_spike_sensitivity
+import fig_translation_warmup
 import fig_xiong_depth
 import fig_xiong_gradients
 import fig_xiong_warmup
@@ -37,6 +38,7 @@ FIGURES = (
     fig_hidden_growth,
     fig_gradient_decay,
     fig_jacobian,
+    fig_translation_warmup,
 )
 
 PAGE = """<!doctype html>

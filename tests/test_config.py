@@ -7,8 +7,9 @@ import pytest
 import yaml
 from conftest import ROOT, compose
 from omegaconf import OmegaConf
+from pairs import REST, write
 
-from normlab import cli, config, config_model, store, verdict
+from normlab import cli, config, config_data, config_model, store, verdict
 from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.init import INITS
@@ -95,8 +96,13 @@ def test_every_file_of_conf_composes(group):
 
 
 @pytest.mark.parametrize("name", names("sweeps"))
-def test_every_sweep_composes_and_later_overrides_replace_its_grid(name):
-    cli.check(ROOT, [f"+sweeps={name}"])
+def test_every_sweep_composes_and_later_overrides_replace_its_grid(name, tmp_path):
+    where = []
+    if compose(f"+sweeps={name}").data.name == "parallel":  # whose text the user has
+        names = {"data.valid_source": "valid.de", "data.valid_target": "valid.en"}
+        names |= {"data.test_source": "test.de", "data.test_target": "test.en"}
+        where = [f"data.path={write(tmp_path)}", f"data.cache={tmp_path}", *(f"{k}={v}" for k, v in names.items())]
+    cli.check(ROOT, [f"+sweeps={name}", *where])
     cfg = compose(f"+sweeps={name}")
     assert cfg.study == name  # stem rule
 
@@ -140,6 +146,21 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     bad = ["optim=sgd", "optim.lr=1e9", "model.placement=none", "stop.hopeless=true", "log=disabled"]
     cfgs += [compose(*small, "data=markov", *bad, "steps=9", "log.every=1")]
     cfgs += [compose(*small, "data=markov", *wide, "model.arch=encoder_decoder", "model.position=rotary")]
+    write(tmp_path / "pairs")
+    pairs = [
+        "data=parallel",
+        f"data.path={tmp_path / 'pairs'}",
+        "model.arch=encoder_decoder",
+        *REST,
+        "data.bleu_every=1",
+    ]
+    cfgs += [compose(*small, *pairs, f"data.cache={tmp_path}", "objective=translation", "model.context=48")]
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).write_bytes(bytes(400))
+    cfgs += [compose(*small, "data=tokens", f"data.path={tmp_path}", "log=disabled")]
+    road = ["data.dataset=text", f"data.files={tmp_path}/some.txt", f"data.cache={tmp_path}", "data.val_fraction=0.5"]
+    (tmp_path / "some.txt").write_text("some text\n" * 2000)
+    cfgs += [compose(*small, "data=hf", *road, "log=disabled"), compose(*small, "data=hf", *road, "data.val_split=x")]
     monkeypatch.setattr(config.Section, "__getattribute__", recording)
     for cfg in cfgs:
         cli.report(cfg, train(cfg))
@@ -147,9 +168,10 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     for status in ("failed", "interrupted"):
         store.write_record(tmp_path / "other" / record["run_id"], record | {"status": status})
         record = train(cfgs[2])
-    sections = [s for s in vars(config).values() if isinstance(s, type) and issubclass(s, config.Section)]
+    found = [*vars(config).values(), *vars(config_data).values()]
+    sections = {s for s in found if isinstance(s, type) and issubclass(s, config.Section)} - {config_data.Windows}
     fields = {(s.__name__, name) for s in sections for name in s.model_fields}
-    told_apart_by_type = {("TextConfig", "name"), ("MarkovConfig", "name")}
+    told_apart_by_type = {(f"{kind}Config", "name") for kind in ("Text", "Markov", "Tokens", "Hf")}
     passed_whole = {("VerdictConfig", "stalled_below"), ("VerdictConfig", "rise"), ("VerdictConfig", "patience")}
     assert fields - read - told_apart_by_type - passed_whole == set()
     assert {name for _, name in passed_whole} <= set(inspect.signature(verdict.judge).parameters)

@@ -149,7 +149,7 @@ def test_too_short_a_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="1024"):
         data.load(compose(f"data.path={tmp_path / 't'}").data)
     (tmp_path / "long").write_bytes(b"x" * 20000)
-    with pytest.raises(ConfigError, match=r"model\.context: a sequence takes 4096 bytes"):
+    with pytest.raises(ConfigError, match=r"model\.context: a sequence takes 4096 tokens"):
         data.load(compose(f"data.path={tmp_path / 'long'}").data).require(4096)
 
 

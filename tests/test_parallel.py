@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,7 +57,11 @@ def test_the_bpe_is_kept_by_content_and_made_the_same_again(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("train.de", b"eins\n\nzwei\n" + b"x\n" * 57, r"train\.de: line 2 is empty; accepted: a sentence on every line"),
+        (
+            "train.de",
+            b"eins\n\nzwei\n" + b"x\n" * 57,
+            r"train\.de: line 2 is empty; accepted: a sentence on every line",
+        ),
         ("valid.en", b"one\n" * 3 + b" \t\n" + b"x\n" * 8, r"valid\.en: line 4 is empty"),
         ("valid.de", b"eins\n" * 11, r"valid\.de 11 and .*valid\.en 12 lines"),
         ("train.de", b"gut\n" * 9 + "schön\n".encode("latin-1"), r"train\.de: line 10 is not UTF-8: .* at byte 4"),
@@ -225,7 +230,7 @@ def test_bigrams_are_a_distribution_and_follow_their_formula():
     model = Bigrams.count(5, text, text[:-1], text[1:])
     single = (np.bincount(text, minlength=5) + 1) / (len(text) + 5)
     follow = defaultdict(Counter)
-    for a, b in zip(text, text[1:], strict=False):
+    for a, b in pairwise(text):
         follow[int(a)][int(b)] += 1
     for a in range(5):
         seen = follow[a]

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from normlab.model import Model, build
+from normlab.task import make
 from normlab.tensors import count_parameters
 
 VOCAB, BATCH, WIDTH, HEADS, HIDDEN, CONTEXT = 37, 2, 32, 4, 48, 24
 SHAPE = f"depth=2 width={WIDTH} heads={HEADS} ffn_width={HIDDEN} context={CONTEXT} scale_embedding=false"
+CUT = f"model.context={CONTEXT}"
 K = 12  # head width where it is not width / heads
 
 
@@ -324,6 +326,34 @@ def test_same_weights_give_the_published_model_s_logits(name):
         got, expected = ours(tokens), theirs(input_ids=tokens).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_masked_language_model_loss_is_bert_s(smoothing):
+    """The same weights, masks and tokens: loss of the 15 %, from our masking and from all segments of kind 0."""
+    ours, theirs = PUBLIC["bert"].pair()
+    learned = make(compose("model.arch=encoder", "objective=mlm", "data=markov", f"data.vocab={VOCAB - 1}", CUT))
+    for step in range(3):
+        tokens, labels = learned.batch(0, step)
+        expected = theirs(input_ids=tokens, labels=labels).loss
+        descended, loss = ours.objective(tokens, labels, smoothing)
+        assert expected > 1
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        assert (descended == loss) == (smoothing == 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bart", "mbart", "t5"])
+def test_masked_padding_gives_the_published_model_s_logits(name):
+    """Sources of three lengths, padded: our mask against their attention_mask."""
+    public = PUBLIC[name]
+    ours, theirs = public.pair()
+    tokens, source = (torch.randint(1, VOCAB, (3, length)) for length in public.lengths)
+    present = torch.arange(source.shape[1]) < torch.tensor([[4], [source.shape[1]], [source.shape[1] - 3]])
+    got = ours((source.where(present, 0), tokens, present))
+    given = {"input_ids": source.where(present, 1), "attention_mask": present.long(), "decoder_input_ids": tokens}
+    torch.testing.assert_close(got, theirs(**given).logits, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

@@ -9,6 +9,9 @@ import torch
 from pairs import config, write
 from torch.nn import functional as F
 
+import arms
+import fig_translation_warmup
+import figure
 from normlab import task
 from normlab.decode import search, translate
 from normlab.init import initialise
@@ -192,6 +195,27 @@ def test_layer_gradients_are_autograd_s(tmp_path):
     ):
         row = mine[(mine["stack"] == stack) & (mine.site == site) & (mine.tensor == tensor) & (mine.layer == 1)]
         assert row.value.item() == pytest.approx(grad.norm().item(), rel=1e-5)
+
+
+def test_the_figure_shows_both_curves_of_each_optimizer(tmp_path):
+    folder = tmp_path / "pairs"
+    for optimizer in ("adam", "sgd"):
+        for warmup in (0, 2):
+            train(
+                config(
+                    folder, f"optim={optimizer}", f"optim.warmup_steps={warmup}", "eval.every=2", "data.bleu_every=3"
+                )
+            )
+    data = arms.load([folder / "runs"])
+    one, two = (figure.save(fig_translation_warmup.draw(data), "x", tmp_path / name) for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    table = pd.read_csv(tmp_path / "one" / "x.csv")
+    assert len(table.groupby(["optim.name", "arm"])) == 4
+    assert sorted(set(table.step[table.bleu.notna()])) == [3, 6]
+    assert sorted(set(table.step[table.val_loss.notna()])) == [0, 2, 4, 6]
+    other = data.runs.assign(**{"data.name": "text"})
+    with pytest.raises(arms.Missing, match="data=parallel"):
+        fig_translation_warmup.draw(data._replace(runs=other))
 
 
 @torch.no_grad()

@@ -165,7 +165,7 @@ def _load(cfg: DataConfig) -> Source:
 def _load_text(cfg: TextConfig) -> Text:
     root = Path(cfg.path) if cfg.path else Path(sysconfig.get_paths()["stdlib"])
     try:
-        contents = [f.read_bytes() for f in _files(root, cfg)]
+        contents = [f.read_bytes() for f in text_files(root, cfg.glob, library=cfg.path is None)]
     except OSError as error:
         raise ConfigError(f"data.path={str(root)!r}: {error.strerror}: {error.filename or root}") from None
     cuts = [round(len(c) * (1 - cfg.val_fraction)) for c in contents]
@@ -213,12 +213,12 @@ def _load_tokens(folder: Path, vocab: int) -> Text:
     )
 
 
-def _files(root: Path, cfg: TextConfig) -> list[Path]:
-    """The files to read, in an order that does not depend on the machine."""
+def text_files(root: Path, pattern: str | None, *, library: bool = False) -> list[Path]:
+    """The files to read, in an order that does not depend on the machine. library: the standard library, less tests."""
     if root.is_file():
         return [root]
-    pattern = cfg.glob or ("**/*.py" if cfg.path is None else "**/*")
-    skip = {"site-packages", "test", "tests", "__pycache__"} if cfg.path is None else set()
+    pattern = pattern or ("**/*.py" if library else "**/*")
+    skip = {"site-packages", "test", "tests", "__pycache__"} if library else set()
     if Path(pattern).is_absolute():
         raise ConfigError(f"data.glob={pattern!r}: accepted: a pattern relative to data.path, such as **/*.txt")
     relative = sorted(f.relative_to(root).as_posix() for f in root.glob(pattern) if f.is_file())

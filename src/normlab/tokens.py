@@ -12,6 +12,7 @@ from normlab.explain import ConfigError
 
 TRAIN, VAL = "train.bin", "val.bin"
 PIECE = 2**22  # tokens that are looked at together
+SAMPLE = 2**24  # tokens that bigrams are counted in
 
 
 def read(folder: Path, vocab: int) -> tuple[Tensor, Tensor, str]:
@@ -54,9 +55,9 @@ def write(path: Path, pieces: Iterable[np.ndarray]) -> int:
 
 
 def sample(tokens: Tensor) -> np.ndarray:
-    """At most 2^24 tokens, in four stretches spread evenly: enough to count bigrams, whatever the size of a corpus."""
-    most, stretches = 2**24, 4
-    if len(tokens) <= most:
+    """At most SAMPLE tokens, in four stretches spread evenly: enough to count bigrams of any corpus."""
+    if len(tokens) <= SAMPLE:
         return tokens.numpy().astype(np.int64)
-    starts = np.linspace(0, len(tokens) - most // stretches, stretches).astype(int)
-    return np.concatenate([tokens[s : s + most // stretches].numpy() for s in starts]).astype(np.int64)
+    stretch = SAMPLE // 4
+    starts = np.linspace(0, len(tokens) - stretch, 4).astype(int)
+    return np.concatenate([tokens[s : s + stretch].numpy() for s in starts]).astype(np.int64)

@@ -1,0 +1,88 @@
+"""Translation with and without warm-up: validation loss and BLEU, a row per optimizer.
+
+The form of Xiong et al. 2020, figures 2 and 4.
+"""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+import arms
+import figure
+from arms import DATA, Missing
+from fig_loss_curves import references
+from figure import Drawn
+from normlab.results import Results
+
+STEM = "translation_warmup"
+OPTIMIZER = "optim.name"
+_PANELS = (("val_loss", "validation loss (nats)"), ("bleu", "BLEU, greedy, validation"))
+
+
+def draw(data: Results) -> Drawn:
+    runs = arms.trained(data)
+    runs = runs[runs["data.name"] == "parallel"]
+    if runs.empty:
+        raise Missing("no finished training run on sentence pairs (data=parallel) among these")
+    names = sorted(runs[OPTIMIZER].unique())
+    fig, rows = plt.subplots(len(names), 2, figsize=(10.5, 3.2 * len(names)), squeeze=False)
+    shown = []
+    for name, panels in zip(names, rows, strict=True):
+        mine = arms.with_arms(runs[runs[OPTIMIZER] == name])
+        curves = _curves(data.steps, mine)
+        shown.append(curves)
+        _draw_row(panels, mine, curves, one_text=runs[DATA].nunique() == 1)
+        panels[0].set_title(name)
+    for panel in rows[-1]:
+        panel.set_xlabel("optimizer step")
+    signatures = ", ".join(sorted(runs.get("bleu_signature", pd.Series(dtype=str)).dropna().unique()))
+    sizes = sorted({f"{r['model.depth']} blocks of width {r['model.width']}" for _, r in runs.iterrows()})
+    caption = (
+        f"Validation loss and BLEU by step for {len(runs)} runs ({', '.join(sizes)} a stack; {runs.steps.max():g} steps at "
+        f"most; {runs.seed.nunique()} seed{'s' if runs.seed.nunique() > 1 else ''}). The plain cross-entropy, whatever the "
+        f"training descends; greedy BLEU of some validation pairs. In the legend: BLEU of all test pairs by beam search, "
+        f"mean over seeds. A cross marks where a run that diverged was last seen. sacrebleu {signatures or 'unknown'}."
+    )
+    columns = ["study", "run_id", OPTIMIZER, "arm", "seed", "step", "val_loss", "bleu", "test_bleu", "verdict"]
+    return Drawn(fig, pd.concat(shown, ignore_index=True)[columns], caption)
+
+
+def _curves(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """The evaluated steps of these runs, and their ends."""
+    runs = runs.assign(**{c: runs.get(c, np.nan) for c in ("bleu", "test_bleu")})
+    ends = runs[["run_id", "steps_done", "final_val_loss", "bleu"]].set_axis(
+        ["run_id", "step", "val_loss", "bleu"], axis=1
+    )
+    seen = steps.assign(bleu=steps.get("bleu", np.nan))[["run_id", "step", "val_loss", "bleu"]]
+    rows = pd.concat([seen[seen.run_id.isin(runs.run_id)], ends])
+    rows = rows.dropna(subset=["val_loss", "bleu"], how="all")
+    told = ["study", OPTIMIZER, "arm", "seed", "test_bleu", "verdict"]
+    return arms.joined(rows, runs, told).sort_values(["arm", "run_id", "step"], ignore_index=True)
+
+
+def _draw_row(panels: Any, runs: pd.DataFrame, curves: pd.DataFrame, *, one_text: bool) -> None:
+    styles = figure.arm_styles(runs)
+    for panel, (column, label) in zip(panels, _PANELS, strict=True):
+        for arm, style in styles.items():
+            mine = curves[curves.arm == arm].dropna(subset=[column])
+            if mine.run_id.nunique() > 1:
+                for _, seed in mine.groupby("run_id"):
+                    panel.plot(seed.step, seed[column], **style | {"linewidth": 0.5, "alpha": 0.4, "marker": ""})
+            mean = mine.groupby("step")[column].mean()
+            score = curves[curves.arm == arm].test_bleu.mean()
+            told = arm if np.isnan(score) else f"{arm}: BLEU {score:.1f}"
+            panel.plot(mean.index, mean, label=told, **style)
+            for _, run in mine[mine.verdict == "diverged"].groupby("run_id").tail(1).iterrows():
+                panel.plot(run.step, run[column], "x", color=style["color"], markersize=7, markeredgewidth=2, zorder=5)
+        panel.set_ylabel(label)
+    panels[1].set_ylim(bottom=0)
+    panels[0].set_ylim(top=max(runs.h1.max() + 0.5, curves.val_loss.quantile(0.9)))
+    if one_text:
+        references(panels[0], runs, label=False)
+    panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+
+
+if __name__ == "__main__":
+    figure.main(draw, STEM)
