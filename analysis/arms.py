@@ -105,9 +105,8 @@ def _settings(runs: pd.DataFrame) -> list[str]:
     """Columns that say what a run is, as opposed to where it lies and what came of it."""
     rules = ("spikes.", "verdict.")  # they label a run and can be changed afterwards
     dotted = [c for c in runs.columns if "." in c and not c.startswith(("log.", "data.", *rules))]
-    return [
-        c for c in [*dotted, DATA, *_BATCH, "label_smoothing", "steps", "precision", "compile", "device"] if c in runs
-    ]
+    plain = (DATA, *_BATCH, "label_smoothing", "steps", "precision", "compile", "device")
+    return [c for c in [*dotted, *plain] if c in runs]
 
 
 def varying(runs: pd.DataFrame) -> list[str]:

@@ -39,11 +39,12 @@ def draw(data: Results) -> Drawn:
         panel.set_xlabel("optimizer step")
     signatures = ", ".join(sorted(runs.get("bleu_signature", pd.Series(dtype=str)).dropna().unique()))
     sizes = sorted({f"{r['model.depth']} blocks of width {r['model.width']}" for _, r in runs.iterrows()})
+    seeds = f"{runs.seed.nunique()} seed{'s' if runs.seed.nunique() > 1 else ''}"
     caption = (
-        f"Validation loss and BLEU by step for {len(runs)} runs ({', '.join(sizes)} a stack; {runs.steps.max():g} steps at "
-        f"most; {runs.seed.nunique()} seed{'s' if runs.seed.nunique() > 1 else ''}). The plain cross-entropy, whatever the "
-        f"training descends; greedy BLEU of some validation pairs. In the legend: BLEU of all test pairs by beam search, "
-        f"mean over seeds. A cross marks where a run that diverged was last seen. sacrebleu {signatures or 'unknown'}."
+        f"Validation loss and BLEU by step for {len(runs)} runs of {seeds}, {', '.join(sizes)} a stack. The loss is the "
+        f"plain cross-entropy, whatever training descends; grey: unigram and bigram entropy. The curve of BLEU is greedy, "
+        f"of some validation pairs; in the legend: of all test pairs, by beam search, mean over seeds. A cross marks where "
+        f"a run that diverged was last seen. sacrebleu {signatures or 'unknown'}."
     )
     columns = ["study", "run_id", OPTIMIZER, "arm", "seed", "step", "val_loss", "bleu", "test_bleu", "verdict"]
     return Drawn(fig, pd.concat(shown, ignore_index=True)[columns], caption)
@@ -52,10 +53,9 @@ def draw(data: Results) -> Drawn:
 def _curves(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """The evaluated steps of these runs, and their ends."""
     runs = runs.assign(**{c: runs.get(c, np.nan) for c in ("bleu", "test_bleu")})
-    ends = runs[["run_id", "steps_done", "final_val_loss", "bleu"]].set_axis(
-        ["run_id", "step", "val_loss", "bleu"], axis=1
-    )
-    seen = steps.assign(bleu=steps.get("bleu", np.nan))[["run_id", "step", "val_loss", "bleu"]]
+    keys = ["run_id", "step", "val_loss", "bleu"]
+    ends = runs[["run_id", "steps_done", "final_val_loss", "bleu"]].set_axis(keys, axis=1)
+    seen = steps.assign(bleu=steps.get("bleu", np.nan))[keys]
     rows = pd.concat([seen[seen.run_id.isin(runs.run_id)], ends])
     rows = rows.dropna(subset=["val_loss", "bleu"], how="all")
     told = ["study", OPTIMIZER, "arm", "seed", "test_bleu", "verdict"]

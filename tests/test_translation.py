@@ -201,11 +201,8 @@ def test_the_figure_shows_both_curves_of_each_optimizer(tmp_path):
     folder = tmp_path / "pairs"
     for optimizer in ("adam", "sgd"):
         for warmup in (0, 2):
-            train(
-                config(
-                    folder, f"optim={optimizer}", f"optim.warmup_steps={warmup}", "eval.every=2", "data.bleu_every=3"
-                )
-            )
+            arm = [f"optim={optimizer}", f"optim.warmup_steps={warmup}"]
+            train(config(folder, *arm, "eval.every=2", "data.bleu_every=3"))
     data = arms.load([folder / "runs"])
     one, two = (figure.save(fig_translation_warmup.draw(data), "x", tmp_path / name) for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()

@@ -92,12 +92,10 @@ def _documents(
 
 def _loaded(cfg: HfConfig, files: list[str], split: str) -> Any:
     datasets = cache.extra("datasets", "data=hf")
-    where = {"data_files": {split: files}} if files else {}
+    where = {"revision": cfg.revision} | ({"data_files": {split: files}} if files else {})
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(
-            cfg.dataset, cfg.subset, split=split, revision=cfg.revision, streaming=cfg.streaming, **where
-        )
+        return datasets.load_dataset(cfg.dataset, cfg.subset, split=split, streaming=cfg.streaming, **where)
     except Exception as error:  # no network, no such set, no such split, a damaged file
         hub = (
             "" if files else "; a hub that is out of reach: accepted: local files with data.dataset=parquet, json, text"
