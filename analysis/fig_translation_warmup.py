@@ -41,10 +41,10 @@ def draw(data: Results) -> Drawn:
     sizes = sorted({f"{r['model.depth']} blocks of width {r['model.width']}" for _, r in runs.iterrows()})
     seeds = f"{runs.seed.nunique()} seed{'s' if runs.seed.nunique() > 1 else ''}"
     caption = (
-        f"Validation loss and BLEU by step for {len(runs)} runs of {seeds}, {', '.join(sizes)} a stack. The loss is the "
-        f"plain cross-entropy, whatever training descends; grey: unigram and bigram entropy. The curve of BLEU is greedy, "
-        f"of some validation pairs; in the legend: of all test pairs, by beam search, mean over seeds. A cross marks where "
-        f"a run that diverged was last seen. sacrebleu {signatures or 'unknown'}."
+        f"Validation loss and BLEU by step for {len(runs)} runs of {seeds}, {', '.join(sizes)} a stack. The loss is "
+        f"the plain cross-entropy, whatever training descends; grey: unigram and bigram entropy. The curve of BLEU is "
+        f"greedy, of some validation pairs; in the legend: of all test pairs, by beam search, mean over seeds. A cross "
+        f"marks where a run that diverged was last seen. sacrebleu {signatures or 'unknown'}."
     )
     columns = ["study", "run_id", OPTIMIZER, "arm", "seed", "step", "val_loss", "bleu", "test_bleu", "verdict"]
     return Drawn(fig, pd.concat(shown, ignore_index=True)[columns], caption)

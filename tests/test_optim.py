@@ -40,6 +40,11 @@ def test_inverse_square_root_is_vaswani_s_equation_3():
     assert rates(4, "schedule=inverse_sqrt") == pytest.approx([1 / math.sqrt(n + 1) for n in range(4)])
 
 
+def test_step_falls_at_epoch_8_of_15():
+    got = rates(15, "schedule=step", "final_lr_ratio=0.1")
+    assert got == pytest.approx([1.0] * 8 + [0.1] * 7)
+
+
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_optimizer_is_torch_s_with_decay_on_matrices_only(name):
     cfg = compose(f"optim.name={name}", "optim.lr=0.01", "optim.weight_decay=0.1", "optim.momentum=0.5")
