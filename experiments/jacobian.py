@@ -64,6 +64,8 @@ def configs(overrides: list[str]) -> list[Config]:
     with cli._conf(ROOT):
         cfgs = [load(cli._compose(job)) for job in cli._jobs([*sweep, *overrides], multirun=True)]
     for cfg in cfgs:
+        if cfg.data.name == "parallel":
+            raise ConfigError("data=parallel: its sequences are padded; accepted: another source")
         task.make(cfg)
         rows = cfg.model.width * cfg.model.context
         if rows > MOST:

@@ -98,6 +98,7 @@ def _recorded(
     }
     if not state:
         checkpoint.clear(path)
+        (path / task.HYPOTHESES).unlink(missing_ok=True)
     folder = store.RunFolder(path, cfg, facts, state and state["kept"])
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
