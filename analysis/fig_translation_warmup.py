@@ -27,14 +27,18 @@ def draw(data: Results) -> Drawn:
     if runs.empty:
         raise Missing("no finished training run on sentence pairs (data=parallel) among these")
     names = sorted(runs[OPTIMIZER].unique())
-    fig, rows = plt.subplots(len(names), 2, figsize=(10.5, 3.2 * len(names)), squeeze=False)
+    fig, rows = plt.subplots(len(names), 2, figsize=(10.5, 3.2 * len(names)), sharex=True, sharey="col", squeeze=False)
     shown = []
     for name, panels in zip(names, rows, strict=True):
         mine = arms.with_arms(runs[runs[OPTIMIZER] == name])
         curves = _curves(data.steps, mine)
         shown.append(curves)
         _draw_row(panels, mine, curves, one_text=runs[DATA].nunique() == 1)
-        panels[0].set_title(name)
+        panels[0].set_title(f"{name}, learning rate {', '.join(f'{lr:g}' for lr in sorted(mine['optim.lr'].unique()))}")
+    everything = pd.concat(shown, ignore_index=True)
+    low, high = everything.val_loss.min(), everything.val_loss.quantile(0.95)  # not to make room for a divergence
+    rows[0][0].set_ylim(min(low, runs.h2.min()) - 0.1, max(high, runs.h1.max() + 0.5))
+    rows[0][1].set_ylim(0, max(1.0, 1.05 * np.nanmax([0.0, *everything.bleu])))
     for panel in rows[-1]:
         panel.set_xlabel("optimizer step")
     signatures = ", ".join(sorted(runs.get("bleu_signature", pd.Series(dtype=str)).dropna().unique()))
@@ -47,7 +51,7 @@ def draw(data: Results) -> Drawn:
         f"marks where a run that diverged was last seen. sacrebleu {signatures or 'unknown'}."
     )
     columns = ["study", "run_id", OPTIMIZER, "arm", "seed", "step", "val_loss", "bleu", "test_bleu", "verdict"]
-    return Drawn(fig, pd.concat(shown, ignore_index=True)[columns], caption)
+    return Drawn(fig, everything[columns], caption)
 
 
 def _curves(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
@@ -77,8 +81,6 @@ def _draw_row(panels: Any, runs: pd.DataFrame, curves: pd.DataFrame, *, one_text
             for _, run in mine[mine.verdict == "diverged"].groupby("run_id").tail(1).iterrows():
                 panel.plot(run.step, run[column], "x", color=style["color"], markersize=7, markeredgewidth=2, zorder=5)
         panel.set_ylabel(label)
-    panels[1].set_ylim(bottom=0)
-    panels[0].set_ylim(top=max(runs.h1.max() + 0.5, curves.val_loss.quantile(0.9)))
     if one_text:
         references(panels[0], runs, label=False)
     panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
