@@ -47,6 +47,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         losses = group.final_val_loss.where(~diverged, group.init_val_loss)
         counts = group.verdict.value_counts()
         first = group.iloc[0]
+        scores = group.get("test_bleu", pd.Series(dtype=float)).dropna().astype(float)
         rows.append(
             {
                 "depth": depth,
@@ -55,6 +56,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
                 **{name: first[key] for key, name in rest.items()},
                 "verdict": counts.index[0] if len(counts) == 1 else ", ".join(f"{n} {v}" for v, n in counts.items()),
                 "final val loss": "diverged" if diverged.all() else f"{losses.mean():.3f}{_interval(losses)}",
+                **({} if scores.empty else {"test BLEU": f"{scores.mean():.2f}{_interval(scores)}"}),
                 "diverged": f"{diverged.sum()}/{len(group)}",
                 "spikes": int(group.spike_count.sum()),
                 "runs": len(group),
