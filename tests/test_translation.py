@@ -6,6 +6,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
+from conftest import compose
 from pairs import config, write
 from torch.nn import functional as F
 
@@ -283,6 +284,20 @@ def test_a_missing_extra_names_the_command(tmp_path, monkeypatch):
             patched.setitem(sys.modules, package, None)
             with pytest.raises(ValueError, match=rf"needs the package {package}.*pip install 'normlab\[text\]'"):
                 task.make(config(folder))
+
+
+def test_the_paper_s_settings_are_the_paper_s():
+    """Xiong et al. 2020, section 4.1 and appendix A."""
+    cfg = compose("experiment=xiong_iwslt14")
+    model, optim = cfg.model, cfg.optim
+    assert (model.encoder, model.decoder, model.width, model.hidden, model.heads) == (6, 6, 512, 1024, 4)
+    assert (model.dropout, cfg.label_smoothing, model.placement, model.activation) == (0.1, 0.1, "post", "relu")
+    assert (cfg.data.vocab, cfg.data.batch_tokens, cfg.data.beam, cfg.data.length_penalty) == (10000, 4096, 5, 1.2)
+    assert (optim.name, optim.betas, optim.lr, optim.warmup_steps) == ("adam", (0.9, 0.98), 1e-3, 4000)
+    assert optim.schedule == "inverse_sqrt"
+    bert = compose("experiment=xiong_bert")
+    assert (bert.model.encoder, bert.model.width, bert.model.heads, bert.model.head) == (12, 768, 12, "mlm")
+    assert (bert.model.placement, bert.optim.lr, bert.optim.warmup_steps) == ("pre", 3e-4, 0)
 
 
 def test_translation_trains_in_bf16(tmp_path):

@@ -94,6 +94,7 @@ def _loaded(cfg: HfConfig, files: list[str], split: str) -> Any:
     datasets = cache.extra("datasets", "data=hf")
     where = {"revision": cfg.revision} | ({"data_files": {split: files}} if files else {})
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told below
     try:
         return datasets.load_dataset(cfg.dataset, cfg.subset, split=split, streaming=cfg.streaming, **where)
     except Exception as error:  # no network, no such set, no such split, a damaged file
