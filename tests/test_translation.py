@@ -300,6 +300,15 @@ def test_the_paper_s_settings_are_the_paper_s():
     assert (bert.model.placement, bert.optim.lr, bert.optim.warmup_steps) == ("pre", 3e-4, 0)
 
 
+@pytest.mark.filterwarnings("default")  # of torch's compiler, about its own code
+def test_compiled_translation_is_the_same_and_keeps_within_torch_s_limit(tmp_path):
+    """Two stacks, training and evaluation, of one shape and of any: 8 programs; the search, of all shapes, has none."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        plain, compiled = (train(config(tmp_path / "pairs", f"compile={c}", "steps=12")) for c in ("false", "true"))
+    for key in ("final_loss", "final_val_loss", "test_bleu"):
+        assert compiled[key] == pytest.approx(plain[key], rel=1e-5)
+
+
 def test_translation_trains_in_bf16(tmp_path):
     full, half = (train(config(tmp_path / "pairs", f"precision={p}", "steps=4")) for p in ("fp32", "bf16"))
     assert half["status"] == "finished"

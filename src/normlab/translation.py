@@ -35,14 +35,9 @@ def translations(
         rows = max(1, budget // (width * beam))
         part, order = order[-rows:], order[:-rows]
         (source, _, present), _ = assemble(split, part, (width, 1 + max(len(split.target[i]) for i in part)))
-        found, _ = translate(
-            model,
-            source.to(device),
-            present.to(device),
-            beam=beam,
-            length_penalty=length_penalty,
-            context=context,
-        )
+        where = source.to(device), present.to(device)
+        with torch.compiler.set_stance("force_eager"):  # every step has another shape
+            found, _ = translate(model, *where, beam=beam, length_penalty=length_penalty, context=context)
         said |= {pair: spoken.text(ids) for pair, ids in zip(part, found, strict=True)}
     return [said[pair] for pair in pairs]
 
