@@ -41,13 +41,18 @@ class Launch(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def start(arguments: Iterable[str], out: Path, *, script: Path = TRAIN, **environment: str) -> Launch:
+def environment() -> dict[str, str]:
+    """This process's, without what W&B left in it: a launch would else write to this process's W&B service."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+
+
+def start(arguments: Iterable[str], out: Path, *, script: Path = TRAIN, **more: str) -> Launch:
     """A new interpreter, in a session of its own. Its stdout goes to out/stdout, its stderr to out/stderr."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "stdout").open("ab") as stdout, (out / "stderr").open("ab") as stderr:
         return subprocess.Popen(
             [sys.executable, __file__, str(script), *arguments],
-            env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+            env=environment() | more | {"OMP_NUM_THREADS": "1"},
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
@@ -60,15 +65,15 @@ class Starter:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=environment() | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def start(self, arguments: Iterable[str], out: Path, *, script: Path = TRAIN, **environment: str) -> Launch:
+    def start(self, arguments: Iterable[str], out: Path, *, script: Path = TRAIN, **more: str) -> Launch:
         out.mkdir(parents=True, exist_ok=True)
-        return Forked(self, self.ask(argv=[str(script), *arguments], out=str(out), environment=environment))
+        return Forked(self, self.ask(argv=[str(script), *arguments], out=str(out), environment=more))
 
     def ask(self, **request: Any) -> Any:
         assert self._process.stdin is not None

@@ -1,7 +1,6 @@
 """The scripts as a user starts them: from another directory, in their own process."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
+from launching import environment
 
 from normlab.results import load
 
@@ -18,7 +18,7 @@ WANDB = Path(sys.executable).parent / "wandb"
 
 def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / name), *arguments]
-    env = os.environ | {"PYTHONWARNINGS": "error::UserWarning"}
+    env = environment() | {"PYTHONWARNINGS": "error::UserWarning"}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 

@@ -63,5 +63,5 @@ class HeatMap:
         figure.suptitle("; ".join(["weight-gradient norm of each block", *notes]), fontsize="medium")
         figure.colorbar(image, ax=list(panels), label="log10 of the L2 norm")
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
+        figure.savefig(buffer, format="png", dpi="figure")  # whatever the process's own style says
         return buffer.getvalue()
