@@ -204,26 +204,20 @@ def wandb_steps(folder: Path) -> list[list[int]]:
 
 def _plant() -> None:
     """What the environment asks for."""
-    from normlab import task, train
+    from normlab import train
 
     marks = os.environ.get("MARKS")
     held, seconds = os.environ.get("HOLD", "-1:0").split(":")
     now: dict[str, int] = {}
-    batch_of, backward, replace = task.Task.batch, train._Fit.backward, os.replace
-    asked = 0
+    backward, replace = train._Fit.backward, os.replace
 
     def mark(kind: str, run: str, step: int) -> None:
         if marks:
             with Path(marks).open("ab", buffering=0) as file:
                 file.write(f"{kind} {run} {step}\n".encode())
 
-    def batch(self: Any, seed: int, step: int) -> Any:
-        nonlocal asked
-        asked = step
-        return batch_of(self, seed, step)
-
     def begun(fit: Any, *arguments: Any) -> Any:
-        run = fit.folder.path.name
+        run, asked = fit.folder.path.name, len(fit.journal.losses) + len(fit.journal._pending)
         now[run] = asked
         mark("step", run, asked)
         if asked == int(held):
@@ -244,7 +238,6 @@ def _plant() -> None:
     if os.environ.get("BOUND"):
         _give_up_write_anywhere()
     time.sleep(max(0.0, float(os.environ.get("AT", "0")) - time.time()))
-    task.Task.batch = batch  # type: ignore[method-assign]
     train._Fit.backward = begun  # type: ignore[method-assign]
     os.replace = replaced  # type: ignore[assignment]
 
@@ -268,9 +261,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _serve() -> None:
-    """Fork on request; tell how the children ended."""
-    import wandb  # noqa: F401
-
+    """Fork on request; tell how the children ended. W&B is left to them: it has one folder for each that imports it."""
     import normlab.cli
     import normlab.train  # noqa: F401
 
