@@ -83,6 +83,10 @@ def _draw_row(panels: Any, runs: pd.DataFrame, curves: pd.DataFrame, *, one_text
         panel.set_ylabel(label)
     if one_text:
         references(panels[0], runs, label=False)
+        for line, name in ((runs.h1.iloc[0], "unigram entropy"), (runs.h2.iloc[0], "bigram entropy")):
+            panels[0].annotate(
+                name, (0.99, line), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", size=7
+            )
     panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
