@@ -72,8 +72,7 @@ def write(folder: Path, fields: dict[str, Any]) -> bool:
         if record is None or all(same(record.get(key), value) for key, value in fields.items()):
             return False
         first = {"relabelled_from": {key: record.get(key) for key in fields}}
-        text = json.dumps(first | record | fields, indent=2)
-        store.write_atomically(folder / "run.json", text + "\n")
+        store.write_record(folder, first | record | fields)
     return True
 
 

@@ -62,7 +62,7 @@ def configs(overrides: list[str]) -> list[Config]:
     chosen = any(override.startswith("+sweeps=") for override in overrides)
     sweep = ["steps=0"] if chosen else ["steps=0", "+sweeps=jacobian"]
     with cli._conf(ROOT):
-        cfgs = [load(cli._compose(job)) for job in cli._jobs([*sweep, *overrides], multirun=True)]
+        cfgs = [load(cli._compose(job)) for job in cli.expand([*sweep, *overrides], multirun=True)]
     for cfg in cfgs:
         if cfg.data.name == "parallel":
             raise ConfigError("data=parallel: its sequences are padded; accepted: another source")

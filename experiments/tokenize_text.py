@@ -14,8 +14,8 @@ import numpy as np
 
 from normlab import data, tokens
 from normlab.explain import ConfigError
+from normlab.files import temporary_name
 from normlab.pieces import Pieces, pieces
-from normlab.store import temporary_name
 
 
 def main(arguments: list[str]) -> int:

@@ -204,12 +204,12 @@ def wandb_steps(folder: Path) -> list[list[int]]:
 
 def _plant() -> None:
     """What the environment asks for."""
-    from normlab import train
+    from normlab import fit
 
     marks = os.environ.get("MARKS")
     held, seconds = os.environ.get("HOLD", "-1:0").split(":")
     now: dict[str, int] = {}
-    backward, replace = train._Fit.backward, os.replace
+    backward, replace = fit.Fit.backward, os.replace
 
     def mark(kind: str, run: str, step: int) -> None:
         if marks:
@@ -238,7 +238,7 @@ def _plant() -> None:
     if os.environ.get("BOUND"):
         _give_up_write_anywhere()
     time.sleep(max(0.0, float(os.environ.get("AT", "0")) - time.time()))
-    train._Fit.backward = begun  # type: ignore[method-assign]
+    fit.Fit.backward = begun  # type: ignore[method-assign]
     os.replace = replaced  # type: ignore[assignment]
 
 

@@ -109,7 +109,7 @@ def test_every_sweep_composes_and_later_overrides_replace_its_grid(name, tmp_pat
 
 def test_a_sweep_expands_to_its_grid_with_the_overrides_that_follow():
     with cli._conf(ROOT):
-        jobs = cli._jobs(["+sweeps=demo", "model.depth=2,3,4"], multirun=False)
+        jobs = cli.expand(["+sweeps=demo", "model.depth=2,3,4"])
     assert len(jobs) == 3 * 2 * 2
     assert sorted({o for job in jobs for o in job if "depth" in o}) == [f"model.depth={d}" for d in (2, 3, 4)]
 

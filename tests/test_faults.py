@@ -11,17 +11,18 @@ import torch
 from conftest import compose, tiny
 
 from normlab import store
+from normlab.fit import Fit
 from normlab.relabel import relabel
 from normlab.results import load
 from normlab.signals import unbroken
-from normlab.train import _Fit, train
+from normlab.train import train
 
 BASE = ["model.depth=4", "log.every=3"]
 
 
 def plant(monkeypatch, at: int, act) -> None:
     """Run act(fit) just before the forward pass of step `at`."""
-    backward, calls = _Fit.backward, []
+    backward, calls = Fit.backward, []
 
     def planted(fit, batch):
         if len(calls) == at:
@@ -30,7 +31,7 @@ def plant(monkeypatch, at: int, act) -> None:
         calls.append(1)
         return backward(fit, batch)
 
-    monkeypatch.setattr(_Fit, "backward", planted)
+    monkeypatch.setattr(Fit, "backward", planted)
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
@@ -62,7 +63,7 @@ def test_an_exploding_layer_is_named_when_its_gradient_left_its_range_first(tmp_
         fit.model.decoder.blocks[1].ffn.w_in.weight.grad = None
 
     plant(monkeypatch, 5, grow)
-    measure = _Fit.update
+    measure = Fit.update
     steps = []
 
     def update(fit, lr, norms):
@@ -74,7 +75,7 @@ def test_an_exploding_layer_is_named_when_its_gradient_left_its_range_first(tmp_
             norms.fill_(math.inf)
         return measure(fit, lr, norms)
 
-    monkeypatch.setattr(_Fit, "update", update)
+    monkeypatch.setattr(Fit, "update", update)
     record = train(tiny(tmp_path, *BASE, "steps=12"))
     assert (record["verdict"], record["first_bad_step"], record["first_bad_layer"]) == ("diverged", 8, 1)
 

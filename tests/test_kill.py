@@ -11,8 +11,9 @@ from conftest import TINY, tiny
 from kill_study import study
 from launching import differences, kill, rows, until, wandb_steps
 
+from normlab.fit import Fit
 from normlab.store import read_record
-from normlab.train import _Fit, train
+from normlab.train import train
 
 KILLED = ["steps=30", "log.every=3", "checkpoint.every=4", "eval.every=7", "model.dropout=0.1", "optim.warmup_steps=6"]
 
@@ -53,7 +54,7 @@ def torn(broken, whole, tmp_path) -> Path:
 
 def count_steps(patch: pytest.MonkeyPatch, stop_at: int = -1) -> list[None]:
     """Grows by one for each step that is begun."""
-    backward, begun = _Fit.backward, []
+    backward, begun = Fit.backward, []
 
     def counted(fit, batch):
         begun.append(None)
@@ -61,7 +62,7 @@ def count_steps(patch: pytest.MonkeyPatch, stop_at: int = -1) -> list[None]:
             raise RuntimeError("planted")
         return backward(fit, batch)
 
-    patch.setattr(_Fit, "backward", counted)
+    patch.setattr(Fit, "backward", counted)
     return begun
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import yaml
 from conftest import ROOT, tiny
 
 from normlab import probe
+from normlab.fit import Fit
 from normlab.heatmap import COLUMNS, HeatMap
 from normlab.log import Log
 from normlab.results import load
 from normlab.store import read_record
-from normlab.train import _Fit, train
+from normlab.train import train
 
 WANDB_KEYS_BESIDE_LAYERS = 15  # the README states it
 
@@ -273,14 +275,14 @@ def offline_records(folder: Path) -> list[Path]:
 
 
 def fails_at(monkeypatch, seed: int) -> None:
-    update = _Fit.update
+    update = Fit.update
 
     def broken(fit, lr, norms):
         if fit.cfg.seed == seed and len(fit.journal.losses) >= 2:
             raise RuntimeError("planted")
         return update(fit, lr, norms)
 
-    monkeypatch.setattr(_Fit, "update", broken)
+    monkeypatch.setattr(Fit, "update", broken)
 
 
 def test_three_jobs_in_one_process_leave_three_whole_wandb_records(tmp_path, monkeypatch):
@@ -289,7 +291,7 @@ def test_three_jobs_in_one_process_leave_three_whole_wandb_records(tmp_path, mon
         monkeypatch.setenv(f"WANDB_{name}", value)
     import wandb
 
-    wandb.teardown()  # so that it reads the environment again
+    forget(wandb)  # so that it reads the environment again
     foreign = wandb.init(mode="offline", dir=tmp_path / "foreign", settings=wandb.Settings(console="off"))
     foreign.log({"mine": 1.0})
     fails_at(monkeypatch, 1)
@@ -304,7 +306,7 @@ def test_three_jobs_in_one_process_leave_three_whole_wandb_records(tmp_path, mon
     assert wandb.run is foreign
     foreign.log({"mine": 2.0})
     foreign.finish()
-    wandb.teardown()
+    forget(wandb)
     (others,) = offline_records(tmp_path / "foreign")
     assert [row["item"].get("mine") for row in inspect(others)["history"]] == [1, 2]
     runs = load(tmp_path / "runs").runs.set_index("run_id")
@@ -345,9 +347,15 @@ def fresh_wandb() -> Iterator[types.ModuleType]:
     """W&B that has not yet read the environment."""
     import wandb
 
-    wandb.teardown()
+    forget(wandb)
     yield wandb
-    wandb.teardown()
+    forget(wandb)
+
+
+def forget(wandb: types.ModuleType) -> None:
+    """End W&B in this process, whose service an earlier test may have killed."""
+    with suppress(ConnectionError):
+        wandb.teardown()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -357,7 +365,7 @@ def test_a_service_that_dies_or_hangs_costs_its_run_the_wandb_record_only(
     from wandb.sdk import wandb_setup
 
     processes = []
-    update = _Fit.update
+    update = Fit.update
 
     def act(fit, lr, norms):
         if fit.cfg.seed == 0 and len(fit.journal.losses) == 3:
@@ -365,7 +373,7 @@ def test_a_service_that_dies_or_hangs_costs_its_run_the_wandb_record_only(
             os.kill(processes[0].pid, number)
         return update(fit, lr, norms)
 
-    monkeypatch.setattr(_Fit, "update", act)
+    monkeypatch.setattr(Fit, "update", act)
     limits = ["log=offline", "log.every=1", "log.timeout=3", "log.finish_timeout=2"]
     started = time.monotonic()
     assert train(tiny(tmp_path, *limits))["status"] == "finished"

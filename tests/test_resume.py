@@ -10,8 +10,9 @@ import pytest
 from conftest import tiny
 
 from normlab import checkpoint, store
+from normlab.fit import Fit
 from normlab.results import load
-from normlab.train import _Fit, train
+from normlab.train import train
 
 RUN = ["steps=23", "log.every=7", "checkpoint.every=5", "eval.every=6", "probe.every=9", "model.dropout=0.1"]
 KINDS = {
@@ -26,7 +27,7 @@ KINDS = {
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act) -> list[int]:
     """Run act() in the middle of one step; the steps that are made from now on."""
-    backward, made = _Fit.backward, []
+    backward, made = Fit.backward, []
 
     def planted(fit, batch):
         made.append(len(fit.journal.losses) + len(fit.journal._pending))
@@ -34,7 +35,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, act) -> list[int]:
             act()
         return backward(fit, batch)
 
-    monkeypatch.setattr(_Fit, "backward", planted)
+    monkeypatch.setattr(Fit, "backward", planted)
     return made
 
 
@@ -81,7 +82,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, monkeypatch, 
 
 def test_a_run_that_failed_behind_its_last_step_is_not_trained_again(tmp_path, monkeypatch):
     straight = train(tiny(tmp_path / "straight", *RUN))
-    monkeypatch.setattr(_Fit, "result", lambda *_: fail())
+    monkeypatch.setattr(Fit, "result", lambda *_: fail())
     with pytest.raises(RuntimeError, match="planted"):
         train(tiny(tmp_path / "stopped", *RUN))
     monkeypatch.undo()
@@ -93,14 +94,14 @@ def test_a_run_that_failed_behind_its_last_step_is_not_trained_again(tmp_path, m
 
 
 def test_a_run_that_diverges_resumes_to_the_same_record_and_keeps_its_last_finite_checkpoint(tmp_path, monkeypatch):
-    backward = _Fit.backward
+    backward = Fit.backward
 
     def poisoned(fit, batch):
         if len(fit.journal.losses) + len(fit.journal._pending) == 17:
             fit.model.decoder.blocks[1].ffn.w_out.weight.data[0, 0] = math.nan
         return backward(fit, batch)
 
-    monkeypatch.setattr(_Fit, "backward", poisoned)
+    monkeypatch.setattr(Fit, "backward", poisoned)
     straight = train(tiny(tmp_path / "straight", *RUN))
     assert (straight["verdict"], straight["stopped"]) == ("diverged", "not finite")
     assert (straight["first_bad_step"], straight["first_bad_layer"]) == (17, 1)
@@ -120,7 +121,7 @@ def test_a_hopeless_run_that_failed_at_its_end_makes_no_further_step(tmp_path, m
     hopeless = ["optim.lr=1.0", "steps=40", "verdict.patience=8", "stop.hopeless=true"]
     straight = train(tiny(tmp_path / "straight", *hopeless))
     assert straight["stopped"] == "hopeless"
-    monkeypatch.setattr(_Fit, "result", lambda *_: fail())
+    monkeypatch.setattr(Fit, "result", lambda *_: fail())
     with pytest.raises(RuntimeError, match="planted"):
         train(tiny(tmp_path / "stopped", *hopeless))
     monkeypatch.undo()

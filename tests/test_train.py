@@ -9,9 +9,10 @@ import torch
 from conftest import ROOT, compose, tiny
 
 from normlab import store, task
+from normlab.fit import Fit
 from normlab.meter import StepMeter
 from normlab.results import load
-from normlab.train import _Fit, train
+from normlab.train import train
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_first_updates.json").read_text())
 
@@ -147,7 +148,7 @@ def test_a_run_that_learned_less_than_a_tenth_is_stalled(tmp_path):
 
 def test_a_lasting_spike_is_seen_in_the_loss_and_judged(tmp_path, monkeypatch):
     """After 60 updates the head is made three times as large and learning stops: the loss is up and stays up."""
-    update, calls = _Fit.update, []
+    update, calls = Fit.update, []
 
     def broken(fit, lr, norms):
         told = update(fit, lr if len(calls) < 60 else 0.0, norms)
@@ -157,7 +158,7 @@ def test_a_lasting_spike_is_seen_in_the_loss_and_judged(tmp_path, monkeypatch):
                 fit.model.head.out.weight.mul_(3)
         return told
 
-    monkeypatch.setattr(_Fit, "update", broken)
+    monkeypatch.setattr(Fit, "update", broken)
     settings = ["steps=120", "optim.lr=1e-2", "data.batch_size=64", "model.tie=false"]
     record = train(tiny(tmp_path, *settings, "spikes.mad.window=32", "spikes.mad.min_history=16"))
     assert [(s["start"], s["end"]) for s in record["spikes"]] == [(60, None)]

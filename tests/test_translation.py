@@ -15,12 +15,13 @@ import fig_translation_warmup
 import figure
 from normlab import task
 from normlab.decode import search, translate
+from normlab.fit import Fit
 from normlab.init import initialise
 from normlab.model import IGNORED, build
 from normlab.parallel import BOS, EOS, PAD
 from normlab.results import load
 from normlab.store import read_record
-from normlab.train import _Fit, train
+from normlab.train import train
 from normlab.translation import corpus_bleu, translations
 
 
@@ -247,7 +248,7 @@ def test_micro_batches_of_pairs_give_the_same_step(tmp_path):
 
 def test_an_interrupted_translation_goes_on_as_if_it_had_not(tmp_path, monkeypatch):
     straight = train(config(tmp_path / "pairs", "steps=8", "study=straight", "data.bleu_every=3", "checkpoint.every=2"))
-    backward, made = _Fit.backward, []
+    backward, made = Fit.backward, []
 
     def planted(fit, batch):
         made.append(1)
@@ -255,7 +256,7 @@ def test_an_interrupted_translation_goes_on_as_if_it_had_not(tmp_path, monkeypat
             raise RuntimeError("planted")
         return backward(fit, batch)
 
-    monkeypatch.setattr(_Fit, "backward", planted)
+    monkeypatch.setattr(Fit, "backward", planted)
     cfg = config(tmp_path / "pairs", "steps=8", "study=stopped", "data.bleu_every=3", "checkpoint.every=2")
     with pytest.raises(RuntimeError, match="planted"):
         train(cfg)

@@ -37,7 +37,7 @@ def resolve(line: list[str]) -> Config:
     assert line[:2] == ["/usr/bin/env", "python"]
     assert (ROOT / line[2]).is_file()
     with cli._conf(ROOT):
-        (job,) = cli._jobs(line[3:], multirun=False)
+        (job,) = cli.expand(line[3:])
         return load(cli._compose(job))
 
 
@@ -51,7 +51,7 @@ def test_a_wandb_sweep_and_its_hydra_sweep_start_the_same_runs(name):
     assert spec["method"] == "grid"
     grid = {key: parameter["values"] for key, parameter in spec["parameters"].items()}
     with cli._conf(ROOT):
-        wanted = [load(cli._compose(job)) for job in cli._jobs([f"+sweeps={name}"], multirun=False)]
+        wanted = [load(cli._compose(job)) for job in cli.expand([f"+sweeps={name}"])]
     found = [resolve(expand(spec, dict(zip(grid, job, strict=True)))) for job in itertools.product(*grid.values())]
     assert all(cfg.log.mode == "online" for cfg in found)
     assert len(found) == len(wanted)

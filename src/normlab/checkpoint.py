@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from normlab.store import naming, sync_folder, temporary_name
+from normlab.files import naming, sync_folder, temporary_name
 
 FORMAT = 1
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"

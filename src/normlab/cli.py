@@ -185,12 +185,12 @@ def check(root: Path, arguments: list[str]) -> Plan | None:
         return None
     name = args.config_name or "config"
     with _conf(root):
-        whole = _compose([choices[0] for choices in _choices(args.overrides).values()], name, with_hydra=True)
+        whole = _whole(args.overrides, name)
         multirun = args.multirun or whole.hydra.mode == RunMode.MULTIRUN
         launcher = whole.hydra.launcher._target_
         if launcher.startswith("hydra_plugins."):
             _installed(launcher.split(".")[1])
-        jobs = _jobs(args.overrides, args.multirun, name)
+        jobs = _jobs(args.overrides, whole, multirun=multirun)
         cfgs = [load(_compose(overrides, name)) for overrides in jobs]
     for cfg in cfgs:
         task.make(cfg)
@@ -230,11 +230,20 @@ def _conf(root: Path) -> Iterator[None]:
         yield
 
 
-def _jobs(overrides: list[str], multirun: bool, name: str = "config") -> list[list[str]]:
-    """The override list of every job, as Hydra's basic sweeper expands them."""
-    first = [choices[0] for choices in _choices(overrides).values()]
-    whole = _compose(first, name, with_hydra=True)
-    if not (multirun or whole.hydra.mode == RunMode.MULTIRUN):
+def expand(overrides: list[str], *, multirun: bool = False) -> list[list[str]]:
+    """The override list of every job that these start."""
+    whole = _whole(overrides)
+    return _jobs(overrides, whole, multirun=multirun or whole.hydra.mode == RunMode.MULTIRUN)
+
+
+def _whole(overrides: list[str], name: str = "config") -> DictConfig:
+    """The config of the first job, with Hydra's own part."""
+    return _compose([choices[0] for choices in _choices(overrides).values()], name, with_hydra=True)
+
+
+def _jobs(overrides: list[str], whole: DictConfig, *, multirun: bool) -> list[list[str]]:
+    """As Hydra's basic sweeper expands them."""
+    if not multirun:
         listed = [key for key, choices in _choices(overrides).items() if len(choices) > 1]
         if listed:
             raise ConfigError(f"{', '.join(listed)}: a list of choices; add -m to run one job for each")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from normlab import store
+from normlab.files import write_atomically
 from normlab.signals import STOPPING
 
 FOLDER = "NORMLAB_LAUNCH"  # environment variable, which the processes of the jobs inherit
@@ -47,7 +47,7 @@ class Outcome:
         """Write it into the launch's folder, unless the launch is over."""
         folder = Path(os.environ[FOLDER])
         try:
-            store.write_atomically(folder / f"job-{self.job:05d}.json", json.dumps(asdict(self)))
+            write_atomically(folder / f"job-{self.job:05d}.json", json.dumps(asdict(self)))
         except OSError as error:
             if folder.exists():
                 print(f"this job's end cannot be noted: {error}", file=sys.stderr)
@@ -66,7 +66,7 @@ class Launch:
             if host == platform.node() and not _exists(int(pid)):
                 shutil.rmtree(old, ignore_errors=True)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{platform.node()}.{os.getpid()}.", dir=home))
-        store.write_atomically(self.folder / "plan.json", json.dumps(list(plan)))
+        write_atomically(self.folder / "plan.json", json.dumps(list(plan)))
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Launch":

@@ -5,14 +5,15 @@ a Rule is stored with every count, and `sensitivity` counts under many.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+
+from normlab.trend import parabola
 
 Centre = Literal["mean", "trend"]
 
@@ -176,29 +177,6 @@ class Detector:
             told.append(replace(event.spike, offset=offset))
         return told
 
-    def state(self) -> dict[str, Any]:
-        """All that `load` needs to go on bit for bit, as JSON values."""
-        return {
-            "rule": asdict(self.rule),
-            "step": self._step,
-            "window": self._window.tolist(),
-            "level": list(self._level),
-            "flagged": self.flagged,
-            "merging": self._merging,
-            "events": [asdict(event) for event in self._events],
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state` of the same rule. Raises ValueError for another's."""
-        if state["rule"] != asdict(self.rule):
-            raise ValueError(f"the state is of another rule: {state['rule']}, not {asdict(self.rule)}")
-        self._step, self.flagged, self._merging = state["step"], state["flagged"], state["merging"]
-        self._end = self._count = self._quiet = 0
-        self._keep(state["window"])
-        self._level = list(state["level"])
-        self._events = [_Event(Spike(**e["spike"]), e["centre"], list(e["after"])) for e in state["events"]]
-        self._live = [event for event in self._events if not self._settled(event)]
-
     @property
     def _window(self) -> NDArray[np.float64]:
         return self._buffer[self._end - self._count : self._end]
@@ -230,7 +208,7 @@ class Detector:
             centre = float(np.add.reduce(window)) / self._count
             spread = math.sqrt(float(np.add.reduce((window - centre) ** 2)) / self._count)
         else:
-            centre, spread = _trend(window)
+            centre, spread = parabola(window)
         return centre, max(spread, RESOLUTION * abs(centre), 1e-12)
 
     def _follow(self, step: int, value: float) -> None:
@@ -298,39 +276,3 @@ def sensitivity(
                 count = len(detector.events)
             rows.append({"kappa": kappa, "window": window, "events": count})
     return pd.DataFrame(rows, columns=["kappa", "window", "events"])
-
-
-def _trend(values: NDArray[np.float64]) -> tuple[float, float]:
-    """The next value by the parabola through the medians of the thirds, and the spread around it."""
-    third, at, ahead = _nodes(len(values))
-    middle = (len(values) - third) // 2
-    parts = values[:third], values[middle : middle + third], values[-third:]
-    low, mid, high = (_median(part) for part in parts)
-    slope, bend = (high - low) / 2, (high - 2 * mid + low) / 2
-    spread = 1.4826 * _median(np.abs(values - (mid + at * (slope + at * bend))))
-    return mid + ahead * (slope + ahead * bend), spread
-
-
-@lru_cache(maxsize=4096)
-def _nodes(count: int) -> tuple[int, NDArray[np.float64], float]:
-    """Length of a third, the places of the values on an axis where the thirds lie at -1, 0 and 1, and the next place.
-
-    The thirds may lie a value apart or overlap by one, so that the middle one lies in the middle.
-    """
-    third = count // 3 + (count - count // 3) % 2
-    half = (count - third) / 2
-    at = np.linspace(-(count - 1) / 2, (count - 1) / 2, count, dtype=np.float64) / half
-    return third, at, ((count + 1) / 2) / half
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    """np.median without its cost: a short array is sorted faster than it is split."""
-    half, even = len(values) // 2, len(values) % 2 == 0
-    ordered = values.copy()
-    if len(values) <= 256:
-        ordered.sort()
-        below = ordered[half - 1]
-    else:
-        ordered.partition(half)
-        below = ordered[:half].max() if even else 0.0
-    return float((below + ordered[half]) / 2 if even else ordered[half])

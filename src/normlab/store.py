@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from normlab.config import Config, RelaunchConfig
+from normlab.files import naming, replacing, write_atomically
 from normlab.tensors import TensorId
 
 PART_ROWS = 200_000  # rows of layer statistics held in memory before a Parquet part is written
@@ -192,7 +193,7 @@ class RunFolder:
 
     def _write_part(self, table: pa.Table) -> None:
         target = self.path / "layers" / f"part-{self._part_count:05d}.parquet"
-        with _replacing(target) as temporary:
+        with replacing(target) as temporary:
             pq.write_table(table, temporary, compression="zstd")
         self._part_count += 1
 
@@ -230,52 +231,6 @@ LAYERS_SCHEMA = pa.schema(
         ("value", pa.float64()),
     ]
 )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader or a crash sees the old file or the new one, never a part."""
-    with _replacing(path) as temporary:
-        temporary.write_text(text)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which it replaces once it is on disk."""
-    temporary = temporary_name(path)
-    try:
-        with naming(path):
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError that does not, such as a full disk's."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-
-
-def temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def sync_folder(path: Path) -> None:
-    """Put the names in a folder on disk, as os.replace alone does not."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def provenance(root: Path) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from normlab.buckets import Batches
 from normlab.config import Config
 from normlab.config_data import ParallelConfig
 from normlab.explain import ConfigError
+from normlab.files import write_atomically
 from normlab.model import IGNORED, Model
 from normlab.parallel import Parallel, Split
-from normlab.store import write_atomically
 from normlab.translation import corpus_bleu, translations
 
 Batch = tuple[Any, Tensor]  # (what Model.forward takes, targets (B, T))

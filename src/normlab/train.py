@@ -1,32 +1,21 @@
-"""One run, top to bottom: build, train, measure, judge, record."""
+"""One run and its record: skipped, resumed or begun; trained; and what came of it written down, whatever happens."""
 
-import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from normlab import checkpoint, optim, relabel, results, store, task
+from normlab import checkpoint, relabel, results, store, task
 from normlab.config import Config
-from normlab.device import Clock, device_name, pick_device
-from normlab.init import calibrate, initialise
-from normlab.isolation import seed_all
-from normlab.journal import Journal, rules
+from normlab.device import device_name, pick_device
+from normlab.fit import Fit
+from normlab.journal import rules
 from normlab.log import Log
-from normlab.meter import StepMeter, global_norm
-from normlab.model import build, compile_blocks
-from normlab.probe import Profile, evaluating
-from normlab.sharpness import critical_sharpness
-from normlab.signals import Postponed
-from normlab.task import Batch, Task, micro_batches
-from normlab.tensors import count_parameters
+from normlab.task import Task
 
 
 def train(cfg: Config) -> dict[str, Any]:
@@ -127,7 +116,7 @@ def _fitted(
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The numbers of run.json, once all rows are written."""
-    fit = _Fit(cfg, learned, device, folder, log)
+    fit = Fit(cfg, learned, device, folder, log)
     if state:
         print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
         fit.resume(state)
@@ -152,224 +141,3 @@ def _record_end(folder: store.RunFolder, error: BaseException) -> None:
         folder.close()
     except OSError as unwritten:
         print(f"{folder.path}: {status}, and its record is not whole: {unwritten}", file=sys.stderr)
-
-
-class _Fit:
-    """The state of one training run and its loop."""
-
-    def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
-        seed_all(cfg.seed)
-        self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
-        self.model = build(cfg.model, learned.vocab)
-        initialise(self.model, cfg.model, cfg.seed)
-        self.model.to(device)
-        calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
-        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
-        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
-        if cfg.compile:
-            compile_blocks(self.model)
-        held_out = learned.held_out(cfg.eval.batches)
-        self.shares = torch.tensor(task.shares(held_out)).to(device)
-        self.held_out = [self.to_device(b) for b in held_out]
-        batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
-        self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop)
-        blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
-        self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
-        self.clock = Clock()
-        self.start, self.init_val_loss, self.stopped = 0, math.nan, None
-        self.saved = time.monotonic()
-
-    def run(self) -> dict[str, Any]:
-        if self.start == 0:
-            self.init_val_loss = self.evaluate()
-        with Postponed() as signals:
-            self.steps(signals)
-        if self.journal.ended:
-            return self.result(float("nan"), "not finite")
-        self.write_profile(len(self.journal.losses), before_a_step=False)
-        return self.result(self.evaluate() if self.cfg.steps else self.init_val_loss, self.stopped)
-
-    def steps(self, signals: Postponed) -> None:
-        """The training steps that are left; a checkpoint of the last one, unless it was not finite."""
-        cfg, journal = self.cfg, self.journal
-        for step in range(self.start, cfg.steps if self.stopped is None else 0):
-            row: dict[str, Any] = {
-                "step": step,
-                "tokens": self.task.tokens_seen(cfg.seed, step + 1),
-                "lr": optim.learning_rate(cfg.optim, step, cfg.steps),
-            }
-            if _due(step, cfg.eval.every):
-                row["val_loss"] = self.init_val_loss if step == 0 else self.evaluate()
-            if self.task.scored(step):
-                row |= self.scores()
-            if self.profiled(step):
-                self.write_profile(step, before_a_step=True)
-            if journal.ended:
-                break
-            batch = self.to_device(self.task.batch(cfg.seed, step))
-            loss = self.backward(batch)
-            norms, nonfinite = self.meter.gradients()
-            others = self.update(row["lr"], norms)
-            if cfg.probe.sharpness and self.profiled(step):
-                row["critical_sharpness"] = self.sharpness(batch, row["lr"])
-            journal.add(row, loss, norms, nonfinite, others)
-
-            if (step + 1) % cfg.log.every == 0 or step + 1 == cfg.steps:
-                journal.flush(self.clock.lap)
-                if journal.ended:
-                    break
-                if cfg.stop.hopeless and journal.hopeless(self.init_val_loss):
-                    self.stopped = "hopeless"
-                    break
-            if signals.waiting or (step + 1 < cfg.steps and self.checkpoint_due(step + 1)):
-                self.checkpoint(step + 1)
-                signals.deliver()
-        if cfg.steps and self.start < len(journal.losses):
-            self.checkpoint(len(journal.losses))
-
-    def checkpoint_due(self, done: int) -> bool:
-        every, seconds = self.cfg.checkpoint.every, self.cfg.checkpoint.seconds
-        return _due(done, every) or (seconds > 0 and time.monotonic() - self.saved >= seconds)
-
-    def checkpoint(self, done: int) -> None:
-        """Write down all that the steps from `done` on need, but never weights that are not finite any more."""
-        with self.measuring():
-            if self.journal.ended:
-                return
-            state = {
-                "settings": self.cfg.identity(),
-                "step": done,
-                "stopped": self.stopped,
-                "init_val_loss": self.init_val_loss,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "profiled_logits": self.profile.logits,
-                "kept": self.folder.kept(),
-            }
-            checkpoint.write(self.folder.path, self.folder.path.name, state, self.device)
-            self.saved = time.monotonic()
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Take up a run where its checkpoint left it."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        logits = state["profiled_logits"]
-        self.profile.logits = None if logits is None else logits.to(self.device)
-        self.start, self.stopped, self.init_val_loss = state["step"], state["stopped"], state["init_val_loss"]
-        self.clock.total = self.journal.replay()
-        checkpoint.restore_random(state, self.device)
-
-    def backward(self, batch: Batch) -> Tensor:
-        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
-        losses = []
-        for part, share in micro_batches(batch, self.cfg.micro_batch):
-            objective, loss = self.objective(*part)
-            (objective * share).backward()
-            losses.append(loss.detach() * share)
-        return sum(losses[1:], losses[0])
-
-    def update(self, lr: float, norms: Tensor) -> Tensor:
-        """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it."""
-        if self.cfg.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.meter.flat, self.cfg.optim.clip, global_norm(norms))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        return self.meter.update()
-
-    def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the step descends, and its cross-entropy."""
-        bf16 = self.cfg.precision == "bf16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return self.model.objective(inputs, targets, self.cfg.label_smoothing)
-
-    def to_device(self, batch: Batch) -> Batch:
-        def move(tokens: Any) -> Any:
-            if isinstance(tokens, tuple):
-                return tuple(map(move, tokens))
-            if self.device.type == "cuda":  # pinned, so that the copy does not wait for the device
-                tokens = tokens.pin_memory()
-            return tokens.to(self.device, non_blocking=True)
-
-        return move(batch[0]), move(batch[1])
-
-    def evaluate(self) -> float:
-        """Mean loss over the targets of the held-out batches."""
-        with self.measuring():
-            if self.journal.ended:
-                return float("nan")
-            with evaluating(self.model):
-                losses = [self.objective(*batch)[1] for batch in self.held_out]
-            return (torch.stack(losses) * self.shares).mean().item()
-
-    def scores(self, folder: Path | None = None) -> dict[str, Any]:
-        """What the task measures beside its loss; of the end, where a folder is given."""
-        with self.measuring(), evaluating(self.model):
-            if self.journal.ended:
-                return {}
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-                return self.task.scores(self.model, self.device, folder)
-
-    def profiled(self, step: int) -> bool:
-        """Whether this step gets a full profile: the first, the one after warm-up, and each probe.every."""
-        return step in {0, self.cfg.optim.warmup_steps} or _due(step, self.cfg.probe.every)
-
-    def write_profile(self, step: int, *, before_a_step: bool) -> None:
-        """Full per-layer profile of the weights before update `step`, or after the last one."""
-        with self.measuring():
-            if self.cfg.probe.batches and not self.journal.ended:
-                table = self.profile()
-                if before_a_step:  # which records these itself
-                    table = table.query("stat != 'weight_norm'")
-                self.folder.layers(step, table)
-
-    def sharpness(self, batch: Batch, lr: float) -> float:
-        """Along the update that was just made, on its own batch."""
-
-        def loss() -> Tensor:
-            return self.objective(*batch)[1]
-
-        assert self.meter.last_update is not None
-        with self.clock.paused(), evaluating(self.model):
-            return critical_sharpness(loss, self.meter.weights, self.meter.last_update, lr)
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Keep the time of a measurement out of the time of the steps, and its rows behind theirs."""
-        self.journal.flush(self.clock.lap)
-        with self.clock.paused():
-            yield
-
-    def result(self, final_val_loss: float, stopped: str | None) -> dict[str, Any]:
-        """The numbers of run.json. h1 and h2 are those of the evaluated tokens, as the verdict uses them."""
-        cfg, losses = self.cfg, self.journal.losses
-
-        def reference(known: int) -> float:
-            found = [self.task.reference_loss(batch, known) for batch in self.held_out]
-            return float(np.average(found, weights=self.shares.tolist()))
-
-        h1, h2 = reference(0), reference(1)
-        floors = [self.task.floor(batch) for batch in self.held_out]
-        floor = None if None in floors else float(np.average(np.array(floors, float), weights=self.shares.tolist()))
-        scores = self.scores(self.folder.path) if cfg.steps else {}
-        judged = self.journal.judged(init_val_loss=self.init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
-        self.journal.close()
-        tokens = self.task.tokens_seen(cfg.seed, len(losses))
-        return {
-            "parameters": count_parameters(self.model),
-            "steps_done": len(losses),
-            "stopped": stopped,
-            "h1": h1,
-            "h2": h2,
-            "init_val_loss": self.init_val_loss,
-            "final_val_loss": final_val_loss,
-            "final_loss": losses[-1] if losses else None,
-            "excess_loss": None if floor is None else final_val_loss - floor,
-            "seconds": self.clock.total,
-            "tokens_per_second": tokens / self.clock.total if losses else None,
-            **scores,
-            **judged,
-        }
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
