@@ -271,7 +271,9 @@ def _choices(overrides: list[str]) -> dict[str, list[str]]:
 
 def _compose(overrides: list[str], name: str = "config", *, with_hydra: bool = False) -> DictConfig:
     try:
-        return hydra.compose(name, overrides, return_hydra_config=with_hydra)
+        composed = hydra.compose(name, overrides, return_hydra_config=with_hydra)
+        _sized(composed)
+        return composed
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: model=null
         unknown = re.match(r"Could not (?:override|append|delete).*?'([^']+)'", str(error))
         if unknown and "is not in struct" in f"{error} {error.__cause__}":
@@ -282,6 +284,15 @@ def _compose(overrides: list[str], name: str = "config", *, with_hydra: bool = F
                 raise ConfigError(f"{key}: the chosen {group} has no such key{chosen}") from None
             raise ConfigError(f"{key}: unknown key{suggest(key, known_keys(Config))}") from None
         raise ConfigError(_one_line(error)) from None
+
+
+def _sized(composed: DictConfig) -> None:
+    """Raise ConfigError where the chosen scale is none of the study's."""
+    scale, sizes = composed.get("scale"), composed.get("scales")
+    if sizes is None and scale == "gpu":
+        raise ConfigError("scale=gpu: only a study that names its sizes has one; choose it by +sweeps=NAME")
+    if scale not in (sizes or {"cpu": None, "gpu": None}):
+        raise ConfigError(f"scale={scale}: accepted: {', '.join(sizes or ['cpu', 'gpu'])}")
 
 
 def _one_line(error: BaseException) -> str:

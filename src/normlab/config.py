@@ -45,6 +45,8 @@ def _device(name: str) -> str:
 OptimizerName = Literal["adam", "adamw", "radam", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
+SIZES = ("scale", "scales")  # keys of a study's file, which has put their numbers in place by now
+
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 
 
@@ -214,6 +216,10 @@ def load(raw: DictConfig | Mapping[str, Any]) -> Config:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(" ".join(str(error).split())) from None
+    if not isinstance(plain, dict):
+        raise ConfigError("the config is no mapping")
+    for key in SIZES:
+        plain.pop(key, None)
     try:
         return Config.model_validate(plain)
     except ValidationError as error:
