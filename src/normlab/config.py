@@ -45,7 +45,7 @@ def _device(name: str) -> str:
 OptimizerName = Literal["adam", "adamw", "radam", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
-SIZES = ("scale", "scales")  # keys of a study's file, which has put their numbers in place by now
+SIZES = ("scale", "scales", "size")  # keys of a study's file, which has put their numbers in place by now
 
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 
