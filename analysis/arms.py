@@ -34,33 +34,43 @@ _WORDS = {
 }
 
 
-def load(paths: Iterable[Path]) -> Results:
+def load(paths: Iterable[Path], *, once: bool = True) -> Results:
     """results.load, with each run once: the same run in two studies is one measurement, not two.
 
     A layer's number means one block: of an encoder-decoder, the decoder's layers stay. Adds the column `data`: the
-    source's name and the start of its hash, in place of the settings that lead to it.
+    source's name and the start of its hash, in place of the settings that lead to it. once=False keeps a run in every
+    study that has it, for whoever looks at one study at a time.
     """
     data = results.load(paths)
     if data.runs.empty:
         return data
-    again = data.runs.run_id.duplicated()
-    runs = data.runs[~again].reset_index(drop=True)
+    runs = data.runs.copy()
     smoothing = runs.get("label_smoothing", pd.Series(0.0, runs.index))
     runs["label_smoothing"] = smoothing.astype(float).fillna(0.0)  # runs from before there was one
     runs[DATA] = runs["data.name"] + " " + runs.get("data_sha256", pd.Series("?", runs.index)).str[:6]
-    counted = [f"{r.study}/{r.run_id}: also in another study; counted once" for _, r in data.runs[again].iterrows()]
     two = runs[runs.get("model.arch", pd.Series("decoder", runs.index)) == "encoder_decoder"]
     halved = [f"{r.study}/{r.run_id}: an encoder-decoder; its decoder's layers are shown" for _, r in two.iterrows()]
-    runs.attrs["skipped"] = data.runs.attrs["skipped"] + counted + halved
+    runs.attrs["skipped"] = data.runs.attrs["skipped"] + halved
+    layers = data.layers
+    if len(two):
+        layers = layers[~(layers.run_id.isin(two.run_id) & (layers["stack"] == "encoder"))]
+    found = Results(runs, data.steps, layers)
+    return counted_once(found) if once else found
+
+
+def counted_once(data: Results) -> Results:
+    """Each run in the first study that has it."""
+    if data.runs.empty or not (again := data.runs.run_id.duplicated()).any():
+        return data
+    runs = data.runs[~again].reset_index(drop=True)
+    counted = [f"{r.study}/{r.run_id}: also in another study; counted once" for _, r in data.runs[again].iterrows()]
+    runs.attrs["skipped"] = data.runs.attrs.get("skipped", []) + counted
     kept = pd.MultiIndex.from_frame(runs[["study", "run_id"]])
 
     def only(rows: pd.DataFrame) -> pd.DataFrame:
-        return rows[pd.MultiIndex.from_frame(rows[["study", "run_id"]]).isin(kept)] if again.any() else rows
+        return rows[pd.MultiIndex.from_frame(rows[["study", "run_id"]]).isin(kept)]
 
-    layers = only(data.layers)
-    if len(two):
-        layers = layers[~(layers.run_id.isin(two.run_id) & (layers["stack"] == "encoder"))]
-    return Results(runs, only(data.steps), layers)
+    return Results(runs, only(data.steps), only(data.layers))
 
 
 def trained(data: Results) -> pd.DataFrame:

@@ -44,6 +44,7 @@ def test_stream_statistics_against_numpy():
     assert got["max_abs"] == np.abs(a).max()
     assert got["top1_over_median"] == pytest.approx(np.abs(a).max() / np.median(np.abs(a)))
     assert got["kurtosis"] == pytest.approx((s**4).mean() / (s**2).mean() ** 2)
+    assert got["mean_over_std"] == pytest.approx(float((abs(x.mean(-1)) / x.std(-1, correction=0)).mean()))
 
 
 def test_collapsed_tokens_have_cosine_1_and_one_channel_kurtosis_d():

@@ -34,7 +34,8 @@ def stream_statistics(x: Tensor) -> dict[str, Tensor]:
 
     stream_rms: sqrt mean x^2. token_cosine: mean cosine of two tokens of a sequence (rank collapse: Dong et al. 2021).
     max_abs; top1_over_median: of |x| (massive activations: Sun et al. 2024). kurtosis of the channels' RMS s_j:
-    mean s^4 / (mean s^2)^2, 1 to D (He et al. 2024, arXiv 2405.19279).
+    mean s^4 / (mean s^2)^2, 1 to D (He et al. 2024, arXiv 2405.19279). mean_over_std: |mean| / std over a token's
+    channels, mean over tokens; where it is 0, LayerNorm and RMSNorm are one.
     """
     x = wide(x.detach())
     size, T = x.abs(), x.shape[1]
@@ -46,6 +47,7 @@ def stream_statistics(x: Tensor) -> dict[str, Tensor]:
         "token_cosine": pairs.mean(),
         "max_abs": size.max(),
         "top1_over_median": size.max() / size.median(),
+        "mean_over_std": (x.mean(-1).abs() / x.std(-1, correction=0).clamp_min(1e-30)).mean(),
         "kurtosis": channel.square().mean() / channel.mean().square(),
     }
 
