@@ -3,7 +3,7 @@
 python analysis/claims.py runs/depth_placement runs/warmup ...     # prints it, and writes report/claims.csv
 
 A verdict follows from logged runs by the rule beside it: supported, contradicted, inconclusive (the interval covers
-both), or not measured with what is missing. Intervals are at 95 %; n counts what they are over.
+both), or not measured with what is missing. Intervals are at 95 % and over seeds; n counts the runs behind them.
 """
 
 import argparse
@@ -15,13 +15,20 @@ import pandas as pd
 
 import arms
 import claims_at_init
-import claims_in_training
+import claims_of_parts
+import claims_of_placement
 from arms import Missing
 from estimates import Estimate
 from ledger import Claim, Finding
 from normlab.results import Results
 
-CLAIMS = tuple(sorted((*claims_at_init.CLAIMS, *claims_in_training.CLAIMS), key=lambda claim: int(claim.id[1:])))
+_LISTED = (*claims_at_init.CLAIMS, *claims_of_placement.CLAIMS, *claims_of_parts.CLAIMS)
+CLAIMS = tuple(
+    sorted(
+        (*claims_at_init.CLAIMS, *claims_of_placement.CLAIMS, *claims_of_parts.CLAIMS),
+        key=lambda claim: int(claim.id[1:]),
+    )
+)
 
 
 def ledger(data: Results, claims: tuple[Claim, ...] = CLAIMS) -> pd.DataFrame:
@@ -31,7 +38,7 @@ def ledger(data: Results, claims: tuple[Claim, ...] = CLAIMS) -> pd.DataFrame:
         try:
             found = claim.judge(data)
         except Missing as reason:
-            found = Finding(Estimate(np.nan, np.nan, np.nan, 0), "", "not measured", str(reason))
+            found = Finding(Estimate(np.nan, np.nan, np.nan, 0), "", "not measured", 0, str(reason))
         number = found.number
         rows.append(
             {
@@ -42,7 +49,8 @@ def ledger(data: Results, claims: tuple[Claim, ...] = CLAIMS) -> pd.DataFrame:
                 "number": number.value,
                 "low": number.low,
                 "high": number.high,
-                "n": number.n,
+                "seeds": number.n,
+                "n": found.runs,
                 "unit": found.unit,
                 "verdict": found.verdict,
                 "figure": claim.figure,
@@ -56,7 +64,8 @@ def number_told(row: pd.Series) -> str:
     """The number, its interval and unit in a few words."""
     if row.verdict == "not measured":
         return ""
-    return f"{Estimate(row.number, row.low, row.high, row.n).told('{:.3g}')} ({row.unit})"
+    interval = "" if np.isnan(row.low) else f" [{row.low:.3g}, {row.high:.3g}]"
+    return f"{row.number:.3g}{interval} {row.unit}; n = {row.seeds}, {row.n} runs."
 
 
 def main() -> int:

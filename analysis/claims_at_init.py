@@ -49,7 +49,9 @@ def _of(rows: pd.DataFrame, placement: str) -> pd.DataFrame:
 
 def gradient_and_depth(data: Results) -> Finding:
     """B3."""
-    fitted = fig_xiong_depth.slopes(fig_xiong_depth.last_ffn(one_setting(data, "init_gradients")))
+    rows = fig_xiong_depth.last_ffn(one_setting(data, "init_gradients"))
+    rows = rows[rows[PLACEMENT].isin(["pre", "post"])]
+    fitted = fig_xiong_depth.slopes(rows)
     fits = {fit.placement: fit for fit in fitted}
     if not {"pre", "post"} <= set(fits):
         raise Missing("needs profiles of pre and post at three depths or more")
@@ -61,6 +63,7 @@ def gradient_and_depth(data: Results) -> Finding:
         exponents["pre"],
         "exponent of depth of pre-norm's last FFN gradient",
         verdict,
+        rows.run_id.nunique(),
         f"Post-norm's: {exponents['post'].told()}. Theorem 1 of Xiong et al. 2020: pre -0.5, post 0.",
     )
 
@@ -78,6 +81,7 @@ def variance_and_depth(data: Results) -> Finding:
         growth["post"],
         f"mean square at the last block over the first, post-norm, depth {rows[DEPTH].max()}",
         verdict,
+        rows[rows[PLACEMENT].isin(growth)].run_id.nunique(),
         f"Pre-norm's: {growth['pre'].told('{:.3g}')}; post-norm's is what enters a block's norm.",
     )
 
@@ -95,6 +99,7 @@ def plain_gradients(data: Results) -> Finding:
         factor,
         f"factor per block on the way back, no residual, depth {rows[DEPTH].max()}",
         both(geometric, "supported" if apart == "contradicted" else apart),
+        rows.run_id.nunique(),
         f"A straight line in logarithms explains R^2 = {straight:.3f}.",
     )
 
@@ -110,6 +115,7 @@ def identity_term(data: Results) -> Finding:
         share["pre"],
         f"mean diagonal of the stack's Jacobian, pre-norm, depth {deepest[DEPTH].iloc[0]}",
         verdict,
+        deepest[PLACEMENT].isin(share).sum(),
         f"Post-norm, whose norms scale the skip: {share['post'].told('{:.3g}')}; no residuals: {none.told('{:.3g}')}.",
     )
 
@@ -137,6 +143,7 @@ def block_parameters(data: Results) -> Finding:
         ratio,
         "a GPT-2 block's parameters over 12 d^2; the interval is the range over its widths",
         both(within(ratio, 0.98, 1.02), within(share, 0.65, 0.68)),
+        len(runs),
         f"FFN's share {share.value:.4f}.",
     )
 
@@ -156,6 +163,7 @@ def forty_eight_blocks(data: Results) -> Finding:
         less,
         "decades by which post-norm's first and last block differ more than pre-norm's, depth 48",
         above(less, 0.0),
+        rows[rows[PLACEMENT].isin(ratio)].run_id.nunique(),
         f"First over last block: pre {told['pre']}; post {told['post']}.",
     )
 

@@ -15,9 +15,10 @@ Name = Literal["supported", "contradicted", "inconclusive", "not measured"]
 class Finding(NamedTuple):
     """What the runs say about one claim: the deciding number with its unit, the verdict, and what else was seen."""
 
-    number: Estimate
+    number: Estimate  # its n: the seeds, or what else the interval is over
     unit: str
     verdict: Name
+    runs: int  # that it rests on
     note: str = ""
 
 
@@ -49,6 +50,13 @@ def within(number: Estimate, low: float, high: float) -> Name:
     if low <= number.low and number.high <= high:
         return "supported"
     return "contradicted" if number.low > high or number.high < low else "inconclusive"
+
+
+def not_above(number: Estimate, bound: float) -> Name:
+    """Whether the whole interval lies below the bound, above it, or covers it."""
+    opposite: dict[Name, Name] = {"supported": "contradicted", "contradicted": "supported"}
+    verdict = above(number, bound)
+    return opposite.get(verdict, verdict)
 
 
 def both(*verdicts: Name) -> Name:

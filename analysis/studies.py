@@ -64,8 +64,9 @@ def head(sweep: Path | None) -> list[str]:
 def ledger_table(ledger: pd.DataFrame, out: Path) -> str:
     """The claims as a Markdown table; a figure is linked where it was drawn."""
     counts = ", ".join(f"{n} {v}" for v, n in ledger.verdict.value_counts().items())
-    rows = ["## Claims", f"{len(ledger)} claims: {counts}. Each verdict follows from the runs by its rule; all numbers: "
-            f"[claims.csv]({out.name}/claims.csv).", ""]  # fmt: skip
+    where = f"[claims.csv]({out.name}/claims.csv)"
+    told = f"{len(ledger)} claims: {counts}. Each verdict follows from the runs by its rule; all numbers: {where}."
+    rows = ["## Claims", "", told, ""]
     rows += ["| | claim | verdict | number, 95 % interval | rule |", "|---|---|---|---|---|"]
     for _, row in ledger.iterrows():
         told = claims.number_told(row) or row.note
@@ -78,7 +79,7 @@ def ledger_table(ledger: pd.DataFrame, out: Path) -> str:
 
 def section(name: str, told: list[str], data: Results, out: Path) -> list[str]:
     """One study: question, command, how its runs ended, figures."""
-    question, command = (told + ["", ""])[:2]
+    question, command = [*told, "", ""][:2]
     parts = [f"## {name}", question, f"`{command.split('  ')[0]}`: {outcome(data.runs)}"]
     modules = {module.STEM: module for module in report.FIGURES}
     for stem in (name, *ALSO.get(name, ())):
