@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: demo test test-faults check bench
+# Studies in the order of their cost; the first three have doors of their own.
+STUDIES := final_norm batchnorm sine precision qk_norm activation norm_type warmup residual_ablation lr_sensitivity \
+           depth_placement init_gradients
+
+.PHONY: demo studies test test-faults check bench
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -21,6 +25,18 @@ demo: $(VENV)/.installed
 	$(PY) experiments/train.py +sweeps=demo model.placement=post log.progress=false & other=$$!; \
 	$(PY) experiments/train.py +sweeps=demo model.placement=pre && wait $$other
 	$(PY) analysis/report.py runs/demo runs/init_profile runs/xiong_depth
+
+# Every study at scale=cpu, about an hour on two cores, and docs/studies.md from them. What is finished is not run again.
+studies: export OMP_NUM_THREADS = 1
+studies: $(VENV)/.installed
+	for study in $(STUDIES); do \
+	  $(PY) experiments/train.py +sweeps=$$study hydra/launcher=joblib log=disabled log.progress=false || exit 1; done
+	$(PY) experiments/train.py +sweeps=depth_placement model.depth=96 model.placement=pre optim.lr=1e-3 \
+	  hydra/launcher=joblib log=disabled log.progress=false
+	$(PY) experiments/jacobian.py
+	$(PY) experiments/norm_cost.py
+	$(PY) experiments/lr_frontier.py
+	$(PY) analysis/studies.py runs docs/studies
 
 test: $(VENV)/.installed
 	$(PY) -m pytest --numprocesses auto --dist worksteal

@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, compose
 from launching import environment
 
+from normlab import cli
+from normlab.config import load as load_config
+from normlab.explain import ConfigError
 from normlab.results import load
 
 WANDB = Path(sys.executable).parent / "wandb"
@@ -151,3 +154,34 @@ def test_relative_paths_start_where_the_command_was_given(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(load(tmp_path / "here" / "scratch").runs) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "text"]
+
+
+JOBS = [
+    ["model.depth=2", "seed=1"],
+    ["model.depth=4", "seed=2", "optim.lr=1e-2"],
+    ["optim.lr=3e-3", "optim=sgd", "optim.clip=null", "experiment=xiong_theory"],
+    ["optim=sgd", "data=markov", "data.order=2"],
+    ["+sweeps=depth_placement", "model.depth=24", "scale=gpu"],
+    ["+sweeps=depth_placement", "model.depth=24"],
+]
+
+
+def test_configs_composed_together_are_those_composed_alone():
+    with cli._conf(ROOT):
+        assert [load_config(raw) for raw in cli.composed(JOBS)] == [load_config(cli._compose(job)) for job in JOBS]
+
+
+def test_a_study_takes_the_numbers_of_its_scale():
+    small, large = (compose("+sweeps=depth_placement", f"scale={scale}") for scale in ("cpu", "gpu"))
+    assert small.model.width < large.model.width
+    assert small.steps < large.steps
+    with cli._conf(ROOT):
+        grids = [len(cli.expand(["+sweeps=depth_placement", f"scale={scale}"])) for scale in ("cpu", "gpu")]
+    assert grids[0] < grids[1]
+
+
+@pytest.mark.parametrize("study", [["+sweeps=depth_placement"], []])
+def test_a_scale_that_a_study_does_not_have_is_named(study):
+    scale = "tpu" if study else "gpu"
+    with pytest.raises(ConfigError, match=f"^scale={scale}: .*(cpu, gpu|sweeps)"):
+        compose(*study, f"scale={scale}")

@@ -51,8 +51,10 @@ def test_a_wandb_sweep_and_its_hydra_sweep_start_the_same_runs(name):
     assert spec["method"] == "grid"
     grid = {key: parameter["values"] for key, parameter in spec["parameters"].items()}
     with cli._conf(ROOT):
-        wanted = [load(cli._compose(job)) for job in cli.expand([f"+sweeps={name}"])]
-    found = [resolve(expand(spec, dict(zip(grid, job, strict=True)))) for job in itertools.product(*grid.values())]
+        wanted = [load(raw) for raw in cli.composed(cli.expand([f"+sweeps={name}"]))]
+        lines = [expand(spec, dict(zip(grid, job, strict=True))) for job in itertools.product(*grid.values())]
+        assert all(line[:3] == ["/usr/bin/env", "python", spec["program"]] for line in lines)
+        found = [load(raw) for raw in cli.composed([line[3:] for line in lines])]
     assert all(cfg.log.mode == "online" for cfg in found)
     assert len(found) == len(wanted)
     assert {repr(settings(cfg)) for cfg in found} == {repr(settings(w)) for w in wanted}

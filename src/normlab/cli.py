@@ -1,5 +1,6 @@
 """The door from the command line: Hydra composes, every job of a sweep is checked before the first one starts."""
 
+import copy
 import itertools
 import os
 import re
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import hydra
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -191,7 +194,7 @@ def check(root: Path, arguments: list[str]) -> Plan | None:
         if launcher.startswith("hydra_plugins."):
             _installed(launcher.split(".")[1])
         jobs = _jobs(args.overrides, whole, multirun=multirun)
-        cfgs = [load(_compose(overrides, name)) for overrides in jobs]
+        cfgs = [load(raw) for raw in composed(jobs, name)]
     for cfg in cfgs:
         task.make(cfg)
     for folder in {cfg.runs_dir for cfg in cfgs}:
@@ -267,6 +270,25 @@ def _choices(overrides: list[str]) -> dict[str, list[str]]:
         else:
             choices[key] = [override.input_line or key]
     return choices
+
+
+def composed(jobs: list[list[str]], name: str = "config") -> Iterator[DictConfig]:
+    """The config of each job. Hydra composes once for all that choose the same groups: that is what takes it long."""
+    settings = set(known_keys(Config))
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    chosen: dict[tuple[str | None, ...], DictConfig] = {}
+    for overrides in jobs:
+        parsed = parser.parse_overrides(overrides)
+        plain = [o.type == OverrideType.CHANGE and o.key_or_group in settings and not o.package for o in parsed]
+        groups = tuple(o.input_line for o, value in zip(parsed, plain, strict=True) if not value)
+        if groups not in chosen:
+            chosen[groups] = _compose([g for g in groups if g], name)
+        config = copy.deepcopy(chosen[groups])
+        try:
+            ConfigLoaderImpl._apply_overrides_to_config(list(itertools.compress(parsed, plain)), config)
+        except (HydraException, OmegaConfBaseException):
+            config = _compose(overrides, name)  # tells what is wrong
+        yield config
 
 
 def _compose(overrides: list[str], name: str = "config", *, with_hydra: bool = False) -> DictConfig:
