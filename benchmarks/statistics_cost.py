@@ -76,7 +76,7 @@ class Watched(Bare):
         loss.backward()
         norms, nonfinite = self.meter.gradients()
         row = {"step": self.step, "tokens": 0, "lr": 1e-3}
-        self.journal.add(row, loss.detach(), norms, nonfinite, self.meter.update())
+        self.journal.add(row, loss.detach(), torch.ones((), device=loss.device), norms, nonfinite, self.meter.update())
 
     def finish(self) -> None:
         self.journal.flush(lambda: 0.0)

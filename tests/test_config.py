@@ -43,7 +43,7 @@ from normlab.train import train
         ("optim.warmup_steps=301", r"optim\.warmup_steps=301 is longer than the run: at most steps=300"),
         ("study=a/b", r"study='a/b'"),
         ("device=tpu", r"device='tpu': accepted: auto, cpu, cuda"),
-        ("precision=int4", r"precision='int4': .*'fp32' or 'bf16'"),
+        ("precision=int4", r"precision='int4': .*'fp32', 'bf16' or 'fp16'"),
         ("model.depth=???", r"Missing mandatory value: .*model\.depth"),
         ("model.depth=2,4", r"model\.depth: a list of choices; add -m"),
         ("+sweeps=nothing", r"sweeps/nothing"),

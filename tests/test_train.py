@@ -115,8 +115,8 @@ def test_divergence_names_its_step_rate_and_layer(tmp_path, monkeypatch):
     """Layer 1's gradient breaks at step 3, in the middle of the warm-up."""
     measure, calls = StepMeter.gradients, []
 
-    def breaking(meter):
-        norms, bad = measure(meter)
+    def breaking(meter, scaler):
+        norms, bad = measure(meter, scaler)
         calls.append(1)
         if len(calls) == 4:
             norms[next(i for i, t in enumerate(meter.ids) if t.layer == 1 and t.tensor == "in")] = math.inf

@@ -158,7 +158,7 @@ class Config(Section):
     label_smoothing: Fraction
     micro_batch: PositiveInt | None
     device: Annotated[str, AfterValidator(_device)]
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
     threads: PositiveInt
     runs_dir: Annotated[str, AfterValidator(absolute)]

@@ -39,13 +39,17 @@ class Fit:
         calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
         self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
+        # float16 alone: bfloat16 has the exponents of float32 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
+        self.one = torch.ones((), device=device)
         if cfg.compile:
             compile_blocks(self.model)
         held_out = learned.held_out(cfg.eval.batches)
         self.shares = torch.tensor(task.shares(held_out)).to(device)
         self.held_out = [self.to_device(b) for b in held_out]
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
-        self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop)
+        drop = cfg.probe.layer_drop
+        self.profile = Profile(self.model, self.objective, batches, layer_drop=drop, scale=self.scaler.get_scale)
         blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
         self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
         self.clock = Clock()
@@ -81,11 +85,12 @@ class Fit:
                 break
             batch = self.to_device(self.task.batch(cfg.seed, step))
             loss = self.backward(batch)
-            norms, nonfinite = self.meter.gradients()
+            norms, nonfinite = self.meter.gradients(self.scaler)
             others = self.update(row["lr"], norms)
             if cfg.probe.sharpness and self.profiled(step):
                 row["critical_sharpness"] = self.sharpness(batch, row["lr"])
-            journal.add(row, loss, norms, nonfinite, others)
+            journal.add(row, loss, self.scaler.scale(self.one), norms, nonfinite, others)
+            self.scaler.update()
 
             if (step + 1) % cfg.log.every == 0 or step + 1 == cfg.steps:
                 journal.flush(self.clock.lap)
@@ -115,6 +120,7 @@ class Fit:
                 "init_val_loss": self.init_val_loss,
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
                 "profiled_logits": self.profile.logits,
                 "kept": self.folder.kept(),
             }
@@ -125,6 +131,7 @@ class Fit:
         """Take up a run where its checkpoint left it."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state.get("scaler", {}))  # none before there was fp16
         logits = state["profiled_logits"]
         self.profile.logits = None if logits is None else logits.to(self.device)
         self.start, self.stopped, self.init_val_loss = state["step"], state["stopped"], state["init_val_loss"]
@@ -136,17 +143,20 @@ class Fit:
         losses = []
         for part, share in micro_batches(batch, self.cfg.micro_batch):
             objective, loss = self.objective(*part)
-            (objective * share).backward()
+            self.scaler.scale(objective * share).backward()
             losses.append(loss.detach() * share)
         return sum(losses[1:], losses[0])
 
     def update(self, lr: float, norms: Tensor) -> Tensor:
-        """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it."""
+        """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it.
+
+        fp16: no step where a gradient is not finite.
+        """
         if self.cfg.optim.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.meter.flat, self.cfg.optim.clip, global_norm(norms))
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        return self.meter.update()
+        return self.meter.update((~norms.isfinite()).any().float() if self.scaler.is_enabled() else None)
 
     def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the step descends, and its cross-entropy."""
@@ -154,7 +164,8 @@ class Fit:
             return self.model.objective(inputs, targets, self.cfg.label_smoothing)
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16")
+        narrow = torch.float16 if self.cfg.precision == "fp16" else torch.bfloat16
+        return torch.autocast(self.device.type, narrow, enabled=self.cfg.precision != "fp32")
 
     def to_device(self, batch: Batch) -> Batch:
         def move(tokens: Any) -> Any:
@@ -231,6 +242,7 @@ class Fit:
         return {
             "parameters": count_parameters(self.model),
             "steps_done": len(losses),
+            "skipped_steps": self.journal.skipped,
             "stopped": stopped,
             "h1": h1,
             "h2": h2,

@@ -25,6 +25,7 @@ WANDB_NAMES = {
     "tokens": "train/tokens",
     "seconds": "train/seconds_per_step",
     "critical_sharpness": "train/critical_sharpness",
+    "loss_scale": "train/loss_scale",
     "val_loss": "val/loss",
     "bleu": "val/bleu",
 }
@@ -48,6 +49,8 @@ class Journal:
         self._pending: list[tuple[dict[str, Any], Tensor, Tensor, Tensor]] = []
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.loss_scales: list[float] = []
+        self.skipped = 0
         self.first_bad: int | None = None
         # each block's norms up to and with the first non-finite step, newest last
         self._before: deque[Mapping[str, np.ndarray]] = deque(maxlen=128)
@@ -57,9 +60,11 @@ class Journal:
             self.detectors["loss", name] = Detector(rule.for_run(cfg.steps))
             self.detectors["grad_norm", name] = Detector(rule.for_run(cfg.steps).for_norms())
 
-    def add(self, row: dict[str, Any], loss: Tensor, norms: Tensor, nonfinite: Tensor, others: Tensor) -> None:
-        """One step: meter.STATS are `norms`, then `others`, each over the tensors."""
-        self._pending.append((row, loss, torch.cat((norms[None], others)), nonfinite))
+    def add(
+        self, row: dict[str, Any], loss: Tensor, scale: Tensor, norms: Tensor, nonfinite: Tensor, others: Tensor
+    ) -> None:
+        """One step: meter.STATS are `norms`, then `others`, each over the tensors. scale: the step's of its loss."""
+        self._pending.append((row, torch.stack((loss, scale)), torch.cat((norms[None], others)), nonfinite))
 
     def flush(self, lap: Callable[[], float]) -> None:
         """Read what waits and write it; up to the first non-finite step if the run ends there.
@@ -70,17 +75,20 @@ class Journal:
             return
         rows, losses, stats, nonfinite = zip(*self._pending, strict=True)
         self._pending.clear()
-        loss = torch.stack(losses).double().cpu().numpy()
+        loss, scale = torch.stack(losses).double().cpu().numpy().T
         values = torch.stack(stats).double().cpu().numpy()  # (steps, stats, tensors)
         bad_counts = torch.stack(nonfinite).double().cpu().numpy()
         seconds = lap()
         total = np.linalg.norm(values[:, [0, 2]], axis=2)  # of gradients and updates
-        count = self._watch_finite(loss.tolist(), total[:, 0].tolist())
+        count = self._watch_finite(loss.tolist(), total[:, 0].tolist(), scale.tolist())
         written = [
             row | {"loss": loss[i].item(), "grad_norm": total[i, 0].item(), "update_norm": total[i, 1].item(),
                    "seconds": seconds / len(rows)}
             for i, row in enumerate(rows[:count])
         ]  # fmt: skip
+        if self.cfg.precision == "fp16":
+            for i, row in enumerate(written):
+                row |= {"loss_scale": scale[i].item(), "skipped": bool(bad_counts[i].any())}
         values = values[:count, : len(self._stats)]
         with unbroken():
             self.folder.metrics(written)
@@ -99,7 +107,8 @@ class Journal:
         done = 0
         for values in self.folder.statistics(self._stats, len(self.ids)):
             chunk = rows[done : done + len(values)]
-            self._watch_finite([row["loss"] for row in chunk], [row["grad_norm"] for row in chunk], news=False)
+            scales = [row.get("loss_scale", 1.0) for row in chunk]
+            self._watch_finite([row["loss"] for row in chunk], [row["grad_norm"] for row in chunk], scales, news=False)
             self._absorb(chunk, values)
             done += len(values)
         if done != len(rows):
@@ -118,11 +127,15 @@ class Journal:
             self._show(row, by_block["weight_grad_norm"][i])
         self.losses += [row["loss"] for row in rows]
         self.grad_norms += [row["grad_norm"] for row in rows]
+        self.loss_scales += [row.get("loss_scale", 1.0) for row in rows]
+        self.skipped += sum(row.get("skipped", False) for row in rows)
         self.log.progress(count, loss=self.losses[-1], lr=rows[-1]["lr"], grad=self.grad_norms[-1])
 
-    def _watch_finite(self, losses: list[float], grad_norms: list[float], *, news: bool = True) -> int:
+    def _watch_finite(
+        self, losses: list[float], grad_norms: list[float], scales: list[float], *, news: bool = True
+    ) -> int:
         """How many of these steps are kept; notes the run's first non-finite one, with an alert if it is news."""
-        bad = verdict.first_nonfinite(losses, grad_norms)
+        bad = verdict.first_nonfinite(losses, grad_norms, scales)
         if bad is None or self.first_bad is not None:
             return len(losses)
         self.first_bad = len(self.losses) + bad
@@ -165,6 +178,7 @@ class Journal:
             rules(cfg),
             losses=self.losses,
             grad_norms=self.grad_norms,
+            loss_scales=self.loss_scales,
             steps=cfg.steps,
             warmup_steps=cfg.optim.warmup_steps,
             init_val_loss=init_val_loss,

@@ -152,28 +152,32 @@ class StepMeter:
         self.last_update = torch.zeros_like(self.weights) if keep_update else None
 
     @torch.no_grad()
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """(tensors,) norms of the gradients, before any clipping, and counts of their non-finite numbers."""
-        norms = []
+    def gradients(self, scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, Tensor]:
+        """(tensors,) norms of the gradients, unscaled, before any clipping, and counts of their non-finite numbers."""
+        grads = []
         for flat, chunk in zip(self.flat, self._flat.chunks, strict=True):
             flat.grad = self._flat.flattened(chunk, [p.grad for p in chunk.parameters])
+            grads.append(flat.grad)
             for parameter in chunk.parameters:
                 parameter.grad = None
-            norms.append(self._flat.norms(chunk, flat.grad))
-        found = self._flat.ordered(norms)
+        if scaler is not None:
+            scaler.unscale_(self._optimizer)
+        found = self._flat.ordered(list(map(self._flat.norms, self._flat.chunks, grads)))
         if found.device.type == "cpu" and bool(found.isfinite().all()):
             return found, torch.zeros_like(found)
         return found, self._flat.ordered(
             [
-                self._flat.sums(chunk, (~flat.grad.isfinite()).view(-1, self._flat.row).sum(1))
-                for flat, chunk in zip(self.flat, self._flat.chunks, strict=True)
-                if flat.grad is not None
+                self._flat.sums(chunk, (~grad.isfinite()).view(-1, self._flat.row).sum(1))
+                for grad, chunk in zip(grads, self._flat.chunks, strict=True)
             ]
         )
 
     @torch.no_grad()
-    def update(self) -> Tensor:
-        """One step of the optimizer; (4, tensors): STATS but the first, of the update that it made."""
+    def update(self, skip: Tensor | None = None) -> Tensor:
+        """One step of the optimizer; (4, tensors): STATS but the first, of the update that it made.
+
+        skip, a float: where it is 1, weights and the optimizer's state stay as they are.
+        """
         grads = [flat.grad for flat in self.flat]
         for flat in self.flat:
             flat.grad = None  # and the optimizer leaves it alone
@@ -182,7 +186,7 @@ class StepMeter:
             change = self._scratch[: len(flat)].copy_(flat)
             weight = self._flat.norms(chunk, change)
             flat.grad = grad
-            self._optimizer.step()
+            self._step(flat, skip)
             flat.grad = None
             change.sub_(flat)
             moved = self._flat.norms(chunk, change)
@@ -191,6 +195,19 @@ class StepMeter:
                 self.last_update[chunk.start : chunk.stop] = change
             found.append(torch.stack((weight, moved, ratio, self._below_eps(flat, chunk))))
         return self._flat.ordered(found)
+
+    def _step(self, flat: nn.Parameter, skip: Tensor | None) -> None:
+        """As torch.amp.GradScaler does: a fused optimizer reads `skip` on the device, another one is waited for here.
+
+        So is a fused one before its first step: torch leaves the momentum of a first step that is skipped unset.
+        """
+        if skip is None:
+            self._optimizer.step()
+        elif self._optimizer.defaults.get("fused") and self._optimizer.state.get(flat):
+            self._optimizer.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+            self._optimizer.step()
+        elif not skip:
+            self._optimizer.step()
 
     def _below_eps(self, flat: nn.Parameter, chunk: Chunk) -> Tensor:
         state, group = self._optimizer.state.get(flat, {}), self._optimizer.param_groups[chunk.group]

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from normlab.activations import Key, merged, watching
+from normlab.activations import Key, Seen, merged, watching
 from normlab.model import Model
+from normlab.norm import wide
 from normlab.tensors import Entry, tensors
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -23,15 +25,22 @@ class Profile:
     """Profiles of one model on the same batches, each with how far the output moved since the one before."""
 
     def __init__(
-        self, model: Model, objective: Objective, batches: list[tuple[Any, Tensor]], *, layer_drop: bool
+        self,
+        model: Model,
+        objective: Objective,
+        batches: list[tuple[Any, Tensor]],
+        *,
+        layer_drop: bool,
+        scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._model, self._objective, self._batches, self._layer_drop = model, objective, batches, layer_drop
+        self._scale = scale
         self.logits: Tensor | None = None  # of the first batch at the last call
 
     def __call__(self) -> pd.DataFrame:
         """profile's rows; output_change: RMS over the first batch's logits, in evaluation mode, of their change since
         the last call; layer_drop_loss: what leaving out a block adds to the cross-entropy, nats."""
-        table = profile(self._model, lambda *batch: self._objective(*batch)[0], self._batches)
+        table = profile(self._model, lambda *batch: self._objective(*batch)[0], self._batches, self._scale())
         with evaluating(self._model), watching(self._model) as seen:
             self._objective(*self._batches[0])
         logits = seen.logits
@@ -47,10 +56,12 @@ class Profile:
         return pd.concat([table, frame(extra)], ignore_index=True) if extra else table
 
 
-def profile(model: Model, loss: Loss, batches: Batches) -> pd.DataFrame:
+def profile(model: Model, loss: Loss, batches: Batches, scale: float = 1.0) -> pd.DataFrame:
     """Per-layer gradients and activations over mini-batches. Tidy rows, columns COLUMNS.
 
-    The model stays in the mode that it is in: training, where a step's own gradient is wanted.
+    The model stays in the mode that it is in: training, where a step's own gradient is wanted. scale: of the loss in
+    the backward pass, taken out of its gradients again, so that they do not vanish in float16; halved, down to 1, where
+    they overflow.
     Weights: expected_weight_grad_norm, the Frobenius norm of the gradient averaged over the batches FIRST (Xiong et
     al. 2020, figure 3); mean_weight_grad_norm, the mean of the per-batch norms; weight_norm.
     Streams: stream_grad_norm, the mean over batches of the L2 norm of dL/d(stream) after each sublayer has joined.
@@ -63,9 +74,7 @@ def profile(model: Model, loss: Loss, batches: Batches) -> pd.DataFrame:
     norms: list[Tensor] = []
     values: dict[Key, list[Tensor]] = {}
     for inputs, targets in batches:
-        with watching(model) as seen:
-            wanted = loss(inputs, targets), parameters + list(seen.streams.values())
-            grads = [g.detach() for g in torch.autograd.grad(*wanted)]  # before batch norms get their statistics back
+        seen, grads = _gradients(model, partial(loss, inputs, targets), parameters, scale)
         weight_grads, stream_grads = grads[: len(parameters)], grads[len(parameters) :]
         torch._foreach_add_(total, weight_grads)
         norms.append(_norms(entries, dict(zip(parameters, weight_grads, strict=True)), dtype))
@@ -88,6 +97,19 @@ def profile(model: Model, loss: Loss, batches: Batches) -> pd.DataFrame:
     read = torch.stack([merged(key[-1], torch.stack(found)) for key, found in values.items()]).tolist()
     rows += [(*key, value) for key, value in zip(values, read, strict=True)]
     return frame(rows)
+
+
+def _gradients(
+    model: Model, loss: Callable[[], Tensor], parameters: list[nn.Parameter], scale: float
+) -> tuple[Seen, list[Tensor]]:
+    """What a forward pass showed, and the gradients of the parameters and of the streams that it showed."""
+    while True:
+        with watching(model) as seen:
+            wanted = loss() * scale, parameters + list(seen.streams.values())
+            grads = [g.detach() for g in torch.autograd.grad(*wanted)]  # before batch norms get their statistics back
+        if scale <= 1 or all(grad.isfinite().all() for grad in grads):
+            return seen, grads if scale == 1 else [wide(grad) / scale for grad in grads]
+        scale /= 2
 
 
 @contextmanager

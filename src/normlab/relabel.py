@@ -66,6 +66,7 @@ def _row(run: dict[str, Any], steps: pd.DataFrame, rules: Mapping[str, Any]) -> 
         laid,
         losses=steps.loss.tolist(),
         grad_norms=steps.grad_norm.tolist(),
+        loss_scales=steps.loss_scale.fillna(1.0).tolist() if "loss_scale" in steps else None,
         steps=int(run["steps"]),
         warmup_steps=int(run["optim.warmup_steps"]),
         **{key: _number(run[key]) for key in ("init_val_loss", "final_val_loss", "h1", "h2")},
@@ -90,6 +91,7 @@ def judged(
     final_val_loss: float,
     h1: float,
     h2: float,
+    loss_scales: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """The part of run.json that the rules decide, of a run of so many planned `steps`."""
     events, counts, scores = {}, {}, {}
@@ -112,6 +114,7 @@ def judged(
     label = verdict.judge(
         losses=losses,
         grad_norms=grad_norms,
+        loss_scales=loss_scales,
         init_val_loss=init_val_loss,
         final_val_loss=final_val_loss,
         h1=h1,

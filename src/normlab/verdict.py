@@ -13,6 +13,9 @@ from normlab.spikes import Spike
 Name = Literal["stable", "spiked", "stalled", "diverged"]
 
 RULES_VERSION = 2  # of the rules here and in spikes.py; stored with every verdict
+LEAST_LOSS_SCALE = (
+    1.0  # a gradient that overflows at it is the model's own: min_loss_scale of DeepSpeed and Megatron-LM
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ def judge(
     final_val_loss: float,
     h1: float,
     h2: float,
+    loss_scales: Sequence[float] | None = None,
     spikes: Sequence[Spike],
     spike_patience: int,
     stalled_below: float,
@@ -38,16 +42,18 @@ def judge(
 ) -> Verdict:
     """The first rule that applies, in this order.
 
-    diverged: a loss or gradient norm that is not finite, or a training loss more than `rise` nats above the initial
-    held-out loss for `patience` steps in a row, whichever was first; then a final held-out loss more than `rise` above
-    the initial one. The first two end at a step, so that stopping there leaves the verdict as it would have been.
+    diverged: a loss or gradient norm that is not finite (see first_nonfinite), or a training loss more than `rise`, in
+    the unit of the loss, above the initial held-out loss for `patience` steps in a row, whichever was first; then a
+    final held-out loss more than `rise` above the initial one. The first two end at a step, so that stopping there
+    leaves the verdict as it would have been.
     spiked: a loss spike that was not recovered by the end, spike_patience steps or more after its start.
     stalled: a final loss that is not below the initial one (weights that never moved), or
-    (h1 - final_val_loss) / (h1 - h2) < stalled_below, with h1, h2 the unigram and bigram entropies. Where the previous
-    token tells nothing (h1 <= h2), h1 is all there is to learn: less than 1 - stalled_below of the way there.
+    (h1 - final_val_loss) / (h1 - h2) < stalled_below, with h1, h2 the losses of the task's two simplest predictors: of
+    text its unigrams and bigrams, whose entropies they are, of numbers the best constant and the best linear map. Where
+    the second knows no more (h1 <= h2), h1 is all there is to learn: less than 1 - stalled_below of the way there.
     stable: none of these.
     """
-    broken = first_nonfinite(losses, grad_norms)
+    broken = first_nonfinite(losses, grad_norms, loss_scales)
     above = hopeless(losses, init_val_loss, rise, patience)
     if broken is not None and (above is None or broken < above):
         what = "loss" if not math.isfinite(losses[broken]) else "gradient norm"
@@ -64,23 +70,30 @@ def judge(
     lasting = [s for s in spikes if not s.recovered and len(losses) - s.start >= spike_patience]
     if lasting:
         start, height = lasting[0].start, lasting[0].height
-        return Verdict("spiked", f"loss rose by {height:.3g} nats at step {start} and stayed up", start)
+        return Verdict("spiked", f"loss rose by {height:.3g} at step {start} and stayed up", start)
     if final_val_loss >= init_val_loss:
         return Verdict("stalled", f"final loss {final_val_loss:.4g} is not below the initial {init_val_loss:.4g}")
     if h1 > h2:
         progress, needed = (h1 - final_val_loss) / (h1 - h2), stalled_below
-        told = f"{progress:.1%} of the way from unigram entropy {h1:.3f} to bigram entropy {h2:.3f}"
+        told = f"{progress:.1%} of the way from h1 = {h1:.3f} to h2 = {h2:.3f}"
     elif init_val_loss > h1:
         progress, needed = (init_val_loss - final_val_loss) / (init_val_loss - h1), 1 - stalled_below
-        told = f"{progress:.1%} of the way from the initial loss to unigram entropy {h1:.3f}"
+        told = f"{progress:.1%} of the way from the initial loss to h1 = {h1:.3f}"
     else:
-        return Verdict("stable", f"the initial loss was not above the unigram entropy {h1:.3f}: nothing to learn")
+        return Verdict("stable", f"the initial loss was not above h1 = {h1:.3f}: nothing to learn")
     return Verdict("stalled" if progress < needed else "stable", told)
 
 
-def first_nonfinite(losses: Sequence[float], grad_norms: Sequence[float]) -> int | None:
-    """Index of the first step whose loss or gradient norm is NaN or infinite."""
-    return _first(~np.logical_and(np.isfinite(losses), np.isfinite(grad_norms)))
+def first_nonfinite(
+    losses: Sequence[float], grad_norms: Sequence[float], loss_scales: Sequence[float] | None = None
+) -> int | None:
+    """Index of the first step whose loss or gradient norm is NaN or infinite.
+
+    Not so a gradient of a loss scaled (fp16) by more than LEAST_LOSS_SCALE: it overflowed for its scale, that update
+    was skipped and the scale halved.
+    """
+    scaled = np.asarray(1.0 if loss_scales is None else loss_scales) > LEAST_LOSS_SCALE
+    return _first(~(np.isfinite(losses) & (np.isfinite(grad_norms) | scaled)))
 
 
 def hopeless(losses: Sequence[float], init_val_loss: float, rise: float, patience: int) -> int | None:
