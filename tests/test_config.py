@@ -161,6 +161,7 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     road = ["data.dataset=text", f"data.files={tmp_path}/some.txt", f"data.cache={tmp_path}", "data.val_fraction=0.5"]
     (tmp_path / "some.txt").write_text("some text\n" * 2000)
     cfgs += [compose(*small, "data=hf", *road, "log=disabled"), compose(*small, "data=hf", *road, "data.val_split=x")]
+    cfgs += [compose(*small, "data=sine", "log=disabled")]
     monkeypatch.setattr(config.Section, "__getattribute__", recording)
     for cfg in cfgs:
         cli.report(cfg, train(cfg))
@@ -171,7 +172,7 @@ def test_every_key_is_read(tmp_path, monkeypatch):
     found = [*vars(config).values(), *vars(config_data).values()]
     sections = {s for s in found if isinstance(s, type) and issubclass(s, config.Section)} - {config_data.Windows}
     fields = {(s.__name__, name) for s in sections for name in s.model_fields}
-    told_apart_by_type = {(f"{kind}Config", "name") for kind in ("Text", "Markov", "Tokens", "Hf")}
+    told_apart_by_type = {(f"{kind}Config", "name") for kind in ("Text", "Markov", "Tokens", "Hf", "Sine")}
     passed_whole = {("VerdictConfig", "stalled_below"), ("VerdictConfig", "rise"), ("VerdictConfig", "patience")}
     assert fields - read - told_apart_by_type - passed_whole == set()
     assert {name for _, name in passed_whole} <= set(inspect.signature(verdict.judge).parameters)

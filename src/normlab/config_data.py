@@ -1,4 +1,4 @@
-"""Types and limits of conf/data/: the token sources. Values live in the YAML files."""
+"""Types and limits of conf/data/: what is learned. Values live in the YAML files."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Windows(Section):
-    """Sources of unbroken text, cut into sequences of model.context tokens."""
+    """Sources of sequences of model.context tokens: windows of unbroken text, numbers."""
 
     PLACES: ClassVar[frozenset[str]] = frozenset()  # keys that lead to the content, whose hash stands for them
     batch_size: PositiveInt
@@ -98,6 +98,11 @@ class HfConfig(Windows):
     cache: Annotated[str | None, AfterValidator(_absolute_or_none)]
 
 
+class SineConfig(Windows):
+    name: Literal["sine"]
+    range: Annotated[float, Field(ge=0.1, le=100)]  # below it, sin x is a straight line
+
+
 _SPLITS = ("train", "valid", "test")
 
 
@@ -138,5 +143,5 @@ class ParallelConfig(Section):
 
 
 DataConfig = Annotated[
-    TextConfig | MarkovConfig | TokensConfig | HfConfig | ParallelConfig, Field(discriminator="name")
+    TextConfig | MarkovConfig | TokensConfig | HfConfig | ParallelConfig | SineConfig, Field(discriminator="name")
 ]

@@ -159,7 +159,7 @@ def _load(cfg: DataConfig) -> Source:
             return _load_tokens(Path(cfg.path), cfg.vocab)
         case HfConfig():
             return _load_tokens(*hf.prepared(cfg))
-    raise TypeError(f"data={cfg.name} is no source of windows: see normlab.parallel")
+    raise TypeError(f"data={cfg.name} is no source of text windows: see normlab.task")
 
 
 def _load_text(cfg: TextConfig) -> Text:

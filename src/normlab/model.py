@@ -80,15 +80,31 @@ class Block(nn.Module):
         return y if self.ffn is None else y + self.ffn(z)
 
 
+class NumberEmbedding(nn.Module):
+    """x w_0 + w_1 for each number x: without w_1 a norm would keep nothing but its sign. (B, T) -> (B, T, D)."""
+
+    weight: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, width))
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        return x_BT[..., None] * self.weight[0] + self.weight[1]
+
+
 class Embedding(nn.Module):
-    """Token, position and segment embedding, normalised if asked. (B, T) -> (B, T, D)."""
+    """Token, position and segment embedding, normalised if asked; tokens are numbers where there is no vocabulary.
+
+    (B, T) -> (B, T, D).
+    """
 
     fixed_TD: Tensor | None
 
-    def __init__(self, cfg: ModelConfig, vocab: int) -> None:
+    def __init__(self, cfg: ModelConfig, vocab: int | None) -> None:
         super().__init__()
         self.scale = cfg.width**0.5 if cfg.scale_embedding else 1.0
-        self.token = nn.Embedding(vocab, cfg.width)
+        self.token = NumberEmbedding(cfg.width) if vocab is None else nn.Embedding(vocab, cfg.width)
         self.position = nn.Embedding(cfg.context, cfg.width) if cfg.position == "learned" else None
         fixed_TD = sinusoid(cfg.context, cfg.width) if cfg.position == "sinusoidal" else None
         self.register_buffer("fixed_TD", fixed_TD, persistent=False)
@@ -113,7 +129,7 @@ class Embedding(nn.Module):
 class Stack(nn.Module):
     """Embedding, blocks, final norm: tokens (B, T) -> (B, T, D). name: encoder (sees both sides), decoder (causal)."""
 
-    def __init__(self, cfg: ModelConfig, name: str, vocab: int) -> None:
+    def __init__(self, cfg: ModelConfig, name: str, vocab: int | None) -> None:
         super().__init__()
         placement = PLACEMENTS[cfg.placement]
         rotary = None
@@ -185,16 +201,34 @@ class Pooler(nn.Module):
 HEADS: dict[str, type[nn.Module]] = {"lm": Head, "mlm": MaskedHead, "pooler": Pooler}
 
 
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Mean in nats over the targets that are not IGNORED, in fp32 or better.
+
+    Label smoothing e: the targets are 1 - e the true token, e uniform (Szegedy et al. 2015, section 7).
+    """
+    logits_NV, targets_N = wide(logits_BTV).flatten(0, 1), targets_BT.flatten()
+    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, label_smoothing=smoothing)
+
+
+def squared_error(outputs_BT1: Tensor, targets_BT: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Mean over all targets, which are numbers, in fp32 or better. There are no labels to smooth."""
+    return F.mse_loss(wide(outputs_BT1).squeeze(-1), targets_BT)
+
+
 class Model(nn.Module, ABC):
-    """Stacks and a head. inputs: tokens (B, T), or a tuple of them where the architecture reads two sequences."""
+    """Stacks and a head. inputs: tokens (B, T), or a tuple of them where the architecture reads two sequences.
+
+    vocab None: numbers (B, T) in, one number (B, T, 1) out for each, and the loss is their mean squared error.
+    """
 
     stack_names: tuple[str, ...]
 
-    def __init__(self, cfg: ModelConfig, vocab: int) -> None:
+    def __init__(self, cfg: ModelConfig, vocab: int | None) -> None:
         super().__init__()
         for name in self.stack_names:
             self.add_module(name, Stack(cfg, name, vocab))
-        self.head = HEADS[cfg.head](cfg, vocab)
+        self.head = HEADS[cfg.head](cfg, vocab or 1)
+        self.criterion = squared_error if vocab is None else cross_entropy
         self._mixtures = [m for m in self.modules() if isinstance(m, MoE)]
         self.logit_scale, self.softcap, self.balance_loss = cfg.logit_scale, cfg.logit_softcap, cfg.balance_loss
         if cfg.tie:  # one matrix for every embedding and the head (Press & Wolf 2016; Vaswani et al. 2017, 3.4)
@@ -217,19 +251,15 @@ class Model(nn.Module, ABC):
         return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
 
     def loss(self, inputs: Any, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the targets that are not IGNORED, in fp32 or better."""
-        logits_BTV = wide(self(inputs))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED)
+        return self.criterion(self(inputs), targets_BT)
 
     def objective(self, inputs: Any, targets_BT: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-        """(what training descends, its cross-entropy): they differ by the mean of the blocks' load-balance losses and
-
-        by label smoothing e: the targets are then 1 - e the true token, e uniform (Szegedy et al. 2015, section 7).
-        """
-        logits_NV, targets_N = wide(self(inputs)).flatten(0, 1), targets_BT.flatten()
-        descended = loss = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED)
+        """(what training descends, its plain loss): they differ by the mean of the blocks' load-balance losses and by
+        label smoothing."""
+        outputs_BTV = self(inputs)
+        descended = loss = self.criterion(outputs_BTV, targets_BT)
         if smoothing:
-            descended = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, label_smoothing=smoothing)
+            descended = self.criterion(outputs_BTV, targets_BT, smoothing)
         balances = [m.balance for m in self._mixtures if m.balance is not None]
         if balances:
             descended = descended + self.balance_loss * torch.stack(balances).mean()
@@ -280,8 +310,11 @@ class EncoderDecoder(Model):
 ARCHITECTURES: dict[str, type[Model]] = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
 
 
-def build(cfg: ModelConfig, vocab: int) -> Model:
-    """The architecture that cfg names, with uninitialised weights; a vocabulary of cfg.vocab where that is set."""
+def build(cfg: ModelConfig, vocab: int | None) -> Model:
+    """The architecture that cfg names, with uninitialised weights; a vocabulary of cfg.vocab where that is set.
+
+    vocab None: of numbers.
+    """
     return ARCHITECTURES[cfg.arch](cfg, cfg.vocab or vocab)
 
 

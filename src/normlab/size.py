@@ -20,13 +20,13 @@ from normlab.model import Model, build
 from normlab.tensors import TensorId, count_parameters, tensors
 
 
-def vocabulary(cfg: Config) -> int:
-    """The preset's own, else the data's; a pooler has no task and reads what a masked-LM head would."""
+def vocabulary(cfg: Config) -> int | None:
+    """The preset's own, else the data's (numbers: None); a pooler has no task and reads what a masked-LM head would."""
     trained = cfg.model_copy(update={"model": cfg.model.model_copy(update={"head": "lm"})})
     return cfg.model.vocab or task.make(trained).vocab
 
 
-def on_meta(cfg: ModelConfig, vocab: int) -> Model:
+def on_meta(cfg: ModelConfig, vocab: int | None) -> Model:
     """The model, without storage."""
     with torch.device("meta"):
         return build(cfg, vocab)
@@ -79,7 +79,7 @@ def saved_bytes(module: nn.Module, run: Callable[[], Any]) -> int:
     return sum(t.untyped_storage().nbytes() for storage, t in kept.items() if storage not in held)
 
 
-def activation_bytes(cfg: Config, vocab: int, *, fused: bool = True) -> int:
+def activation_bytes(cfg: Config, vocab: int | None, *, fused: bool = True) -> int:
     """Bytes kept from the forward pass of a batch of sequences of model.context tokens to its backward pass.
 
     fused: attention keeps no scores where torch's CPU kernel serves: no dropout, softcap or learned bias.
@@ -87,7 +87,7 @@ def activation_bytes(cfg: Config, vocab: int, *, fused: bool = True) -> int:
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused else [SDPBackend.MATH]
     with FakeTensorMode(), sdpa_kernel(kernels):
         model = build(cfg.model, vocab)
-        tokens = torch.zeros(cfg.sequences, cfg.model.context, dtype=torch.long)
+        tokens = torch.zeros(cfg.sequences, cfg.model.context, dtype=torch.float if vocab is None else torch.long)
         inputs = (tokens, tokens) if cfg.model.arch == "encoder_decoder" else tokens
         return saved_bytes(model, lambda: model.objective(inputs, tokens))
 

@@ -1,8 +1,9 @@
-"""What each architecture learns from a token source: inputs and targets, and what the best simple predictors score.
+"""What each architecture learns from a source: inputs and targets, and what the best simple predictors score.
 
 A batch is a pure function of (seed, step), like the source's. Targets that are not predicted are IGNORED.
 """
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,12 @@ from torch import Tensor
 from normlab import cache, data, parallel
 from normlab.buckets import Batches
 from normlab.config import Config
-from normlab.config_data import ParallelConfig
+from normlab.config_data import ParallelConfig, SineConfig
 from normlab.explain import ConfigError
 from normlab.files import write_atomically
 from normlab.model import IGNORED, Model
 from normlab.parallel import Parallel, Split
+from normlab.sine import Sine
 from normlab.translation import corpus_bleu, translations
 
 Batch = tuple[Any, Tensor]  # (what Model.forward takes, targets (B, T))
@@ -30,10 +32,11 @@ Batch = tuple[Any, Tensor]  # (what Model.forward takes, targets (B, T))
 class Task(ABC):
     """What a run learns, batch by batch."""
 
-    source: Any  # a data.Source or a Parallel: vocab, sha256, h1, h2, entropy_rate
+    source: Any  # a data.Source, a Parallel or a Sine: vocab, sha256, h1, h2, entropy_rate
 
     @property
-    def vocab(self) -> int:
+    def vocab(self) -> int | None:
+        """None where numbers are read and predicted."""
         return self.source.vocab
 
     @abstractmethod
@@ -162,6 +165,34 @@ class Continuation(Window):
         return text, torch.arange(text.shape[1]).expand(text.shape) > self.context
 
 
+@final
+@dataclass(frozen=True)
+class Regression(Task):
+    """sin x of each of `context` numbers x, `size` sequences at a time; the loss is the mean squared error."""
+
+    source: Sine
+    size: int
+    context: int
+
+    def batch(self, seed: int, step: int) -> Batch:
+        return self.source.batch(seed, step, self.size, self.context)
+
+    def held_out(self, count: int) -> list[Batch]:
+        return self.source.held_out(count, self.size, self.context)
+
+    def tokens_seen(self, seed: int, steps: int) -> int:
+        return steps * self.size * self.context
+
+    def reference_loss(self, batch: Batch, known: int) -> float:
+        """Of the best constant, 0, and, where x is known, of the best linear map: the first thing that x tells, as a
+        bigram is the first that a text does. A stack stuck at the constant has learned nothing of its input."""
+        x, targets = (t.double() for t in batch)
+        return (targets - self.source.slope * x if known else targets).square().mean().item()
+
+    def floor(self, batch: Batch) -> float | None:
+        return 0.0
+
+
 HYPOTHESES = "translations.txt"  # of the test files, in a run's folder
 
 
@@ -224,6 +255,8 @@ OBJECTIVES = {"lm": "decoder", "mlm": "encoder", "continuation": "encoder_decode
 
 def make(cfg: Config) -> Task:
     """The task of a config. Raises ConfigError where data, model and objective do not fit."""
+    if isinstance(cfg.data, SineConfig):
+        return _of_numbers(cfg, cfg.data)
     wanted = OBJECTIVES.get(cfg.objective or "", cfg.model.arch)
     if wanted != cfg.model.arch:
         raise ConfigError(f"objective={cfg.objective}: model.arch={cfg.model.arch}; accepted: {wanted}")
@@ -231,6 +264,7 @@ def make(cfg: Config) -> Task:
     if pairs != (cfg.objective == "translation") and cfg.objective in {"continuation", "translation"}:
         raise ConfigError(f"objective={cfg.objective}: data={cfg.data.name} has {'' if pairs else 'no '}sentence pairs")
     task = _of_pairs(cfg) if pairs else _of_windows(cfg)
+    assert task.vocab is not None
     if cfg.model.vocab is not None and cfg.model.vocab < task.vocab:
         raise ConfigError(f"model.vocab={cfg.model.vocab}: the data has {task.vocab} symbols; accepted: at least those")
     if cfg.model.head == "pooler":
@@ -238,8 +272,24 @@ def make(cfg: Config) -> Task:
     return task
 
 
+def _of_numbers(cfg: Config, numbers: SineConfig) -> Regression:
+    """Raises ConfigError for a setting that has no meaning without a vocabulary."""
+    for key, value, accepted in (
+        ("model.arch", cfg.model.arch, ("decoder", "encoder")),
+        ("model.head", cfg.model.head, ("lm", "mlm")),
+        ("model.vocab", cfg.model.vocab, (None,)),
+        ("model.tie", cfg.model.tie, (False,)),
+        ("objective", cfg.objective, (None,)),
+        ("label_smoothing", cfg.label_smoothing, (0,)),
+    ):
+        if value not in accepted:
+            told = ", ".join(a if isinstance(a, str) else json.dumps(a) for a in accepted)
+            raise ConfigError(f"{key}={value}: data=sine is a regression, without a vocabulary; accepted: {told}")
+    return Regression(Sine(numbers.range), numbers.batch_size, cfg.model.context)
+
+
 def _of_windows(cfg: Config) -> Task:
-    assert cfg.data.name != "parallel"
+    assert not isinstance(cfg.data, ParallelConfig | SineConfig)
     task = TASKS[cfg.model.arch](data.load(cfg.data), cfg.data.batch_size, cfg.model.context)
     task.source.require(task.window)
     return task
