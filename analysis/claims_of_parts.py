@@ -125,8 +125,8 @@ def final_norm(data: Results) -> Finding:
     ratio = {}
     for when, step in (("start", "min"), ("end", "max")):
         at = rows[rows.step == rows.groupby("run_id").step.transform(step)].drop_duplicates("run_id")
-        by_seed = at.pivot_table("value", "seed", "model.final_norm")
-        ratio[when] = estimates.mean((by_seed[False] / by_seed[True]).dropna())
+        by_arm = at.pivot_table("value", "seed", "model.final_norm")
+        ratio[when] = estimates.mean((by_arm[False] / by_arm[True]).dropna())
     loss = by_seed(paired(runs, "model.final_norm", True, False))
     return Finding(
         ratio["start"],
@@ -166,8 +166,8 @@ def sine(data: Results) -> Finding:
     if runs.empty:
         raise Missing("needs runs on data=sine (+sweeps=sine)")
     runs = runs.assign(final=np.log10(runs.loss.clip(lower=1e-12)))
-    best = estimates.best_lr(runs, [PLACEMENT]).pivot_table("final", "seed", PLACEMENT)
-    number = estimates.mean((best["post"] - best["pre"]).dropna())
+    chosen = estimates.best_lr(runs, [PLACEMENT]).pivot_table("final", "seed", PLACEMENT)
+    number = estimates.mean((chosen["post"] - chosen["pre"]).dropna())
     shares = ", ".join(f"{p} {runs.stable[runs[PLACEMENT] == p].mean():.0%}" for p in ("pre", "post"))
     unit = "decades of final error, post-norm less pre-norm, best rate of each"
     return Finding(number, unit, above(number, 0.0), len(runs), f"Stable: {shares}.")

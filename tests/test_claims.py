@@ -57,7 +57,7 @@ def made(study: str, grid: dict[str, list], loss, verdict=lambda run: "stable", 
         who = {"study": study, "run_id": run["run_id"]}
         steps += [{"step": s, "loss": run["final_val_loss"], **who} for s in (0, 299)]
         layers += [{"step": s, "stat": stat, "value": v, "layer": 0, "site": "ffn", **who} for s, stat, v in rows(run)]
-    columns = ["step", "stat", "value", "layer", "site", "study", "run_id"]
+    columns = ["step", "stat", "value", "layer", "site", "study", "run_id", "stack", "tensor"]
     return Results(pd.DataFrame(runs), pd.DataFrame(steps), pd.DataFrame(layers, columns=columns))
 
 
