@@ -124,9 +124,9 @@ def varying(runs: pd.DataFrame) -> list[str]:
     return [c for c in _settings(runs) if c not in _NOT_AN_ARM and runs[c].map(str).nunique() > 1]
 
 
-def with_arms(runs: pd.DataFrame) -> pd.DataFrame:
-    """`runs` with `arm`: a readable name of everything that differs but depth and seed."""
-    keys = [PLACEMENT, *(k for k in varying(runs) if k != PLACEMENT)]
+def with_arms(runs: pd.DataFrame, *apart: str) -> pd.DataFrame:
+    """`runs` with `arm`: a readable name of everything that differs but depth, seed and what is shown `apart`."""
+    keys = [PLACEMENT, *(k for k in varying(runs) if k not in {PLACEMENT, *apart})]
     return runs.assign(arm=runs.apply(lambda run: ", ".join(_told(k, run[k]) for k in keys), axis=1))
 
 

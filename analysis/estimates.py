@@ -4,6 +4,7 @@ Every finished run counts. A diverged one enters with its loss at initialisation
 (arXiv 2309.14322, section 2); a run that ended above that loss enters with it too.
 """
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from arms import DEPTH
 LR = "optim.lr"
 LEVEL = 0.95
 RESAMPLES = 2000
-_UNPAIRED = {"seed", LR}
 
 
 class Estimate(NamedTuple):
@@ -80,7 +80,8 @@ def survival(steps: ArrayLike, diverged: ArrayLike) -> pd.DataFrame:
     found = stats.ecdf(stats.CensoredData(uncensored=at[event], right=at[~event])).sf
     table = pd.DataFrame({"step": found.quantiles, "share": found.probabilities})
     if event.any() and len(at) > 1:
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+            warnings.simplefilter("ignore", RuntimeWarning)  # no interval at a share of 0 or 1: NaN says so
             interval = found.confidence_interval(LEVEL, method="log-log")
         return table.assign(low=interval.low.probabilities, high=interval.high.probabilities)
     return table.assign(low=np.nan, high=np.nan)
@@ -103,11 +104,13 @@ def paired(runs: pd.DataFrame, key: str, first: object, second: object) -> pd.Da
 def best_lr(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """The runs of each cell's best learning rate: the one whose mean capped loss over seeds is least.
 
-    by: the columns that make a cell. Only rates that every seed of the cell has are candidates, where there are any.
-    The choice is made on the same seeds that it is judged on, so a best loss is a little too good.
+    by: the columns that make a cell. Only rates that every seed of the cell has are candidates, or, where there is no
+    such rate, those that most seeds have; of equal means the lower rate is taken. The choice is made on the same seeds
+    that it is judged on, so a best loss is a little too good.
     """
     kept = []
-    for _, cell in runs.assign(loss=capped_loss(runs)).groupby(by, sort=True, dropna=False):
+    cells = runs.assign(loss=capped_loss(runs))
+    for _, cell in cells.groupby(by, sort=True, dropna=False) if by else [((), cells)] if len(cells) else []:
         seeds = cell.groupby(LR).seed.nunique()
         whole = cell[cell[LR].isin(seeds.index[seeds == seeds.max()])]
         means = whole.groupby(LR).loss.mean()
@@ -122,3 +125,13 @@ def lr_sensitivity(cell: pd.DataFrame) -> float:
     """
     losses = capped_loss(cell).groupby(cell[LR]).mean()
     return float(losses.mean() - losses.min())
+
+
+def lr_sensitivities(runs: pd.DataFrame, grid: ArrayLike) -> pd.Series:
+    """seed -> LR sensitivity over the rates of `grid`, of the seeds that were run at every one of them."""
+    rates = np.unique(np.asarray(grid, dtype=float))
+    found = {}
+    for seed, mine in runs[runs[LR].isin(rates)].groupby("seed"):
+        if mine[LR].nunique() == len(rates):
+            found[seed] = lr_sensitivity(mine)
+    return pd.Series(found, dtype=float).rename_axis("seed")

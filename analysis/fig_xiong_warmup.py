@@ -8,7 +8,7 @@ import pandas as pd
 import arms
 import figure
 from arms import DEPTH, WARMUP, Missing
-from fig_loss_curves import curves
+from fig_loss_curves import curves, readable
 from figure import Drawn
 from normlab.results import Results
 
@@ -16,13 +16,14 @@ STEM = "xiong_warmup"
 
 
 def draw(data: Results) -> Drawn:
-    runs = arms.with_arms(arms.trained(data))
+    runs, kept = readable(arms.trained(data))
     if runs[WARMUP].nunique() < 2:
         raise Missing(f"needs runs with and without warm-up; all have optim.warmup_steps={runs[WARMUP].iloc[0]}")
     final = pd.DataFrame({"run_id": runs.run_id, "step": runs.steps_done, "val_loss": runs.final_val_loss})
     rows = pd.concat([data.steps[["run_id", "step", "val_loss"]], final.dropna()])
     rows = arms.joined(rows, runs, ["study", "arm", "seed", DEPTH]).sort_values(["run_id", "step"])
-    return curves(runs, rows.assign(shown=rows.val_loss), "validation loss (nats)")
+    drawn = curves(runs, rows.assign(shown=rows.val_loss), "validation loss (nats)")
+    return Drawn(drawn.figure, drawn.table, drawn.caption + kept)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,19 @@ from pathlib import Path
 import pandas as pd
 
 import arms
+import fig_depth_placement
+import fig_final_norm
 import fig_gradient_decay
 import fig_gradient_heatmap
 import fig_hidden_growth
 import fig_jacobian
 import fig_loss_curves
+import fig_lr_sensitivity
+import fig_residual_ablation
 import fig_spike_sensitivity
+import fig_survival
 import fig_translation_warmup
+import fig_warmup
 import fig_xiong_depth
 import fig_xiong_gradients
 import fig_xiong_warmup
@@ -31,6 +37,12 @@ from normlab.results import Results
 FIGURES = (
     fig_xiong_warmup,
     fig_loss_curves,
+    fig_depth_placement,
+    fig_survival,
+    fig_warmup,
+    fig_lr_sensitivity,
+    fig_residual_ablation,
+    fig_final_norm,
     fig_spike_sensitivity,
     fig_gradient_heatmap,
     fig_xiong_gradients,
