@@ -1,5 +1,6 @@
 """Training loss by step, one panel per depth, one line per arm."""
 
+import itertools
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -8,7 +9,7 @@ import pandas as pd
 
 import arms
 import figure
-from arms import DATA, DEPTH
+from arms import DATA, DEPTH, PLACEMENT
 from estimates import LR, best_lr
 from figure import Drawn
 from normlab.results import Results
@@ -44,25 +45,33 @@ def readable(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def curves(runs: pd.DataFrame, steps: pd.DataFrame, label: str, note: str = "") -> Drawn:
-    """One panel per depth. Thick: the mean over seeds; a band from their least to their most, or thin lines for two."""
+    """One panel per depth. Thick: the mean over seeds; a band from their least to their most, or thin lines for two.
+
+    More than READABLE arms take several rows of panels.
+    """
     depths = sorted(runs[DEPTH].unique())
     styles = figure.arm_styles(runs)
-    columns = min(4, len(styles)) if len(depths) > 1 else min(2, len(styles))
-    height = 3.1 + 0.19 * -(-len(styles) // columns)
-    fig, panels = plt.subplots(1, len(depths), figsize=(3.4 * len(depths) + 1.0, height), sharey=True, squeeze=False)
+    rows = split(runs, list(styles))
+    width = max(3.4 * len(depths) + 1.0, 6.0)
+    columns = min(len(styles), max(1, int(width * 13 / (8 + max(map(len, styles))))))
+    size = (width, 2.7 * len(rows) + 0.4 + 0.19 * -(-len(styles) // columns))
+    fig, panels = plt.subplots(len(rows), len(depths), figsize=size, sharex=True, sharey=True, squeeze=False)
     top = ceiling(runs, steps)
     one_text = runs[DATA].nunique() == 1
-    for panel, depth in zip(panels[0], depths, strict=True):
-        here = runs[runs[DEPTH] == depth]
-        if one_text:
-            references(panel, here, label=depth == depths[-1])
-        for arm, style in styles.items():
-            draw_arm(panel, here[here.arm == arm], steps, style, arm, top)
-        panel.set_title(f"depth {depth}")
-        panel.set_xlabel("optimizer step")
-    panels[0, 0].set_ylabel(label)
-    panels[0, 0].set_ylim(top=top)
-    legend = {t: h for p in panels[0] for h, t in zip(*p.get_legend_handles_labels(), strict=True)}
+    for row, shown in zip(panels, rows, strict=True):
+        for panel, depth in zip(row, depths, strict=True):
+            here = runs[runs[DEPTH] == depth]
+            if one_text:
+                references(panel, here, label=depth == depths[-1])
+            for arm in shown:
+                draw_arm(panel, here[here.arm == arm], steps, styles[arm], arm, top)
+        row[0].set_ylabel(label)
+    for first, last, depth in zip(panels[0], panels[-1], depths, strict=True):
+        first.set_title(f"depth {depth}")
+        last.set_xlabel("optimizer step")
+    floor = float(np.nanmin([steps.shown.min(), runs.h2.min() if one_text else np.nan]))
+    panels[0, 0].set_ylim(floor - 0.05 * (top - floor), top)
+    legend = {t: h for p in panels.flat for h, t in zip(*p.get_legend_handles_labels(), strict=True)}
     fig.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns)
     seeds = runs.seed.nunique()
     banded = (runs.groupby(["arm", DEPTH]).size() >= BAND).any()
@@ -70,11 +79,24 @@ def curves(runs: pd.DataFrame, steps: pd.DataFrame, label: str, note: str = "") 
         f"{label[0].upper()}{label[1:]} by step for {len(runs)} runs ({seeds} seed{'s' if seeds > 1 else ''}); "
         f"{note}{'bands: least to most over the seeds; ' if banded else ''}"
         f"a cross marks where a run that diverged was last seen"
-        f"{', from where it enters its mean with its loss at initialisation' if seeds > 1 else ''}."
+        f"{'; from its first bad step on it enters its mean with its loss at initialisation' if seeds > 1 else ''}."
         f"{' Grey: entropies of the evaluated tokens.' if one_text else ''}"
     )
     table = steps.dropna(subset=["shown"])[["study", "run_id", "arm", DEPTH, "seed", "step", "shown"]]
     return Drawn(fig, table.rename(columns={"shown": "val_loss"}), caption)
+
+
+def split(runs: pd.DataFrame, order: list[str]) -> list[list[str]]:
+    """Arms by rows of panels, READABLE at the most in each, a placement's together where they fit."""
+    of_arm = dict(zip(runs.arm, runs[PLACEMENT], strict=True))
+    rows: list[list[str]] = [[]]
+    for _, group in itertools.groupby(order, of_arm.get):
+        together = list(group)
+        for mine in (together[i : i + READABLE] for i in range(0, len(together), READABLE)):
+            if len(rows[-1]) + len(mine) > READABLE:
+                rows.append([])
+            rows[-1].extend(mine)
+    return rows
 
 
 def ceiling(runs: pd.DataFrame, steps: pd.DataFrame) -> float:

@@ -22,6 +22,8 @@ def draw(data: Results) -> Drawn:
     final = pd.DataFrame({"run_id": runs.run_id, "step": runs.steps_done, "val_loss": runs.final_val_loss})
     rows = pd.concat([data.steps[["run_id", "step", "val_loss"]], final.dropna()])
     rows = arms.joined(rows, runs, ["study", "arm", "seed", DEPTH]).sort_values(["run_id", "step"])
+    if rows.dropna(subset=["val_loss"]).groupby("run_id").step.nunique().max() < 2:
+        raise Missing("needs evaluations during training; eval.every=0 has only the last")
     drawn = curves(runs, rows.assign(shown=rows.val_loss), "validation loss (nats)")
     return Drawn(drawn.figure, drawn.table, drawn.caption + kept)
 
