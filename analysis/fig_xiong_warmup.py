@@ -20,10 +20,10 @@ def draw(data: Results) -> Drawn:
     if runs[WARMUP].nunique() < 2:
         raise Missing(f"needs runs with and without warm-up; all have optim.warmup_steps={runs[WARMUP].iloc[0]}")
     final = pd.DataFrame({"run_id": runs.run_id, "step": runs.steps_done, "val_loss": runs.final_val_loss})
-    rows = pd.concat([data.steps[["run_id", "step", "val_loss"]], final.dropna()])
+    first = pd.DataFrame({"run_id": runs.run_id, "step": 0, "val_loss": runs.init_val_loss})
+    rows = pd.concat([data.steps[["run_id", "step", "val_loss"]], first, final]).dropna()
+    rows = rows.drop_duplicates(["run_id", "step"])
     rows = arms.joined(rows, runs, ["study", "arm", "seed", DEPTH]).sort_values(["run_id", "step"])
-    if rows.dropna(subset=["val_loss"]).groupby("run_id").step.nunique().max() < 2:
-        raise Missing("needs evaluations during training; eval.every=0 has only the last")
     drawn = curves(runs, rows.assign(shown=rows.val_loss), "validation loss (nats)")
     return Drawn(drawn.figure, drawn.table, drawn.caption + kept)
 
