@@ -37,7 +37,7 @@ def comparable(data: Results, key: str, reference: str, *free: str) -> tuple[pd.
     if key not in runs or reference not in set(runs[key]) or runs[key].nunique() < 2:
         raise Missing(f"needs training runs with {key}={reference} and another value of it")
     rest = [k for k in [DEPTH, *arms.varying(runs)] if k not in {key, *free}]
-    cell = [_named(runs, rest), *(runs[k].map(str) for k in free if k != LR)]
+    cell = [named(runs, rest), *(runs[k].map(str) for k in free if k != LR)]
     both = (runs[key] == reference).groupby(cell).transform("any") & (runs[key].groupby(cell).transform("nunique") > 1)
     if not both.any():
         raise Missing(f"needs training runs with {key}={reference} and another value of it, the rest alike")
@@ -47,14 +47,14 @@ def comparable(data: Results, key: str, reference: str, *free: str) -> tuple[pd.
 
 def commonest(runs: pd.DataFrame, keys: list[str]) -> tuple[pd.DataFrame, str]:
     """The runs of the setting of `keys` that most have, and a sentence that names it where there are several."""
-    settings = _named(runs, keys)
+    settings = named(runs, keys)
     counts = settings.value_counts()
     chosen = min(counts.index[counts == counts.max()])
     note = f" Of {len(counts)} settings, this one is shown: {chosen}." if len(counts) > 1 else ""
     return runs[settings == chosen], note
 
 
-def _named(runs: pd.DataFrame, keys: list[str]) -> pd.Series:
+def named(runs: pd.DataFrame, keys: list[str]) -> pd.Series:
     return pd.Series([", ".join(f"{k}={run[k]}" for k in keys) for _, run in runs.iterrows()], runs.index, dtype=str)
 
 

@@ -51,6 +51,11 @@ def interquartile_mean(values: ArrayLike) -> Estimate:
     return _bootstrap(values, lambda x, axis=-1: stats.trim_mean(x, 0.25, axis=axis))
 
 
+def median(values: ArrayLike) -> Estimate:
+    """Median with a percentile bootstrap interval."""
+    return _bootstrap(values, np.median)
+
+
 def _bootstrap(values: ArrayLike, statistic) -> Estimate:
     x = np.asarray(values, dtype=float)
     if len(x) == 0:

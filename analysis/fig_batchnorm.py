@@ -69,7 +69,7 @@ def draw(data: Results) -> Drawn:
     left.set_title("mean loss")
     right.set_ylabel("evaluation less training loss (nats)")
     right.set_title("gap, one mark per seed")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, handlelength=3.5)
     first, counts = table.iloc[0], table[table.verdict == "diverged"].groupby(NORM).size()
     bad = ", ".join(f"{counts.get(norm, 0)} of {(table[NORM] == norm).sum()} {norm}" for norm in SHOWN)
     gap = means(table, "gap")
@@ -80,8 +80,8 @@ def draw(data: Results) -> Drawn:
     caption = (
         f"Training loss, the mean of the last tenth of {int(first.steps):,} steps, in which BatchNorm uses the "
         f"statistics of the batch ({int(first['model.context'])} tokens per sequence, future ones among them), and "
-        "final evaluation loss, in which it uses running ones. Band: 95 % bootstrap interval over seeds, too narrow for "
-        f"few seeds. Gap: {told}. Diverged (cross): {bad}; such a run counts with its loss at initialisation, so its "
+        "final evaluation loss, in which it uses running ones. Band: 95 % bootstrap interval over seeds, too narrow "
+        f"for few. Gap: {told}. Diverged (cross): {bad}; such a run counts with its loss at initialisation, so its "
         f"gap is a lower bound.{left_out}"
     )
     columns = ["study", "run_id", NORM, PLACEMENT, DEPTH, BATCH, "seed", "verdict", "train", "eval", "gap"]

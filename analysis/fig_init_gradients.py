@@ -1,4 +1,4 @@
-"""Gradients at initialisation by placement and depth, their growth exponents, and their spread over norms x activations."""
+"""Gradients at initialisation by placement and depth, how they grow, and their spread over norms x activations."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import arms
 import choices
 import estimates
 import figure
-from arms import DATA, DEPTH, PLACEMENT, Missing
+from arms import DEPTH, PLACEMENT, Missing
 from figure import Drawn
 from normlab.norm import NORMS
 from normlab.results import Results
@@ -119,10 +119,10 @@ def draw(data: Results) -> Drawn:
     zero = rows[~(np.isfinite(rows.value) & (rows.value > 0))]
     nothing = ", ".join(arms.in_order(zero[PLACEMENT].unique()))
     caption = (
-        f"L2 norm of the expected gradient at initialisation ({rows.run_id.nunique():,} models: {len(order)} placements, "
-        f"{settings[NORM].nunique()} norms, {settings[ACTIVATION].nunique()} activations, {rows.seed.nunique()} seeds), "
-        "averaged over seeds, norms and activations; grey: zero or not finite"
-        f"{f' in every model; {zero.run_id.nunique()} models have such a gradient ({nothing})' if nothing else ''}. "
+        f"L2 norm of the expected gradient at initialisation ({rows.run_id.nunique():,} models: {len(order)} "
+        f"placements, {settings[NORM].nunique()} norms, {settings[ACTIVATION].nunique()} activations, "
+        f"{rows.seed.nunique()} seeds), averaged over seeds, norms and activations; grey: zero or not finite"
+        f"{f' in every model; {zero.run_id.nunique()} models have one ({nothing})' if nothing else ''}. "
         "Exponents s of gradient ~ depth^s, least squares on logs, linear within ±1 and logarithmic beyond: mark and "
         "thick line are the mean and its 95 % bootstrap interval over seeds, the thin line spans norms x activations. "
         f"Right: each norm and activation at depth {depths[-1]}, mean over seeds.{left_out}"

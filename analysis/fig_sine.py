@@ -1,5 +1,7 @@
 """Mean squared error of the sine exercise by step, pre- against post-norm, one panel per learning rate."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -55,21 +57,21 @@ def draw(data: Results) -> Drawn:
         panel.set_xlabel("optimizer step")
     told = finals(panels[0, -1], runs, placements, rates)
     panels[0, 0].set_ylabel("mean squared error")
-    panels[0, 0].set_yscale("log")
+    figure.decade_axis(panels[0, 0].yaxis)
     place = {"xycoords": ("axes fraction", "data"), "va": "center"}
     panels[0, -1].annotate("variance of\nthe target", (1.01, runs.h1.iloc[0]), fontsize=7.5, color="#555555", **place)
     fig.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     caption = (
         f"Mean squared training error by step (running median of {WINDOW}), depth {runs[DEPTH].iloc[0]}: median over "
-        f"{runs.seed.nunique()} seeds, band from the lowest seed to the highest; grey: the variance of the target. Right: "
-        "final validation error by learning rate, means with 95 % bootstrap intervals, too narrow for few seeds, and "
-        f"seeds. A run that diverged (cross) counts with its error at initialisation. {told}{left_out}"
+        f"{runs.seed.nunique()} seeds, band from the lowest seed to the highest; grey: the variance of the "
+        "target. Right: final validation error by learning rate: seeds, and means with 95 % bootstrap intervals, too "
+        f"narrow for few seeds. A run that diverged (cross) counts with its error at initialisation. {told}{left_out}"
     )
     columns = ["study", "run_id", PLACEMENT, LR, DEPTH, "seed", "verdict", "step", "loss"]
     return Drawn(fig, steps.dropna(subset=["loss"])[columns], caption)
 
 
-def finals(panel, runs: pd.DataFrame, placements: list[str], rates: list[float]) -> str:
+def finals(panel: Any, runs: pd.DataFrame, placements: list[str], rates: list[float]) -> str:
     """Draw final errors by learning rate; returns a sentence with the paired differences of post- to pre-norm."""
     panel.axhline(runs.h1.iloc[0], color="#888888", linewidth=0.9)
     for i, placement in enumerate(placements):

@@ -14,13 +14,20 @@ import pandas as pd
 import arms
 import fig_depth_placement
 import fig_final_norm
+import fig_activation
+import fig_batchnorm
 import fig_gradient_decay
 import fig_gradient_heatmap
 import fig_hidden_growth
+import fig_init_gradients
 import fig_jacobian
 import fig_loss_curves
 import fig_lr_sensitivity
 import fig_residual_ablation
+import fig_norm_cost
+import fig_norm_type
+import fig_precision
+import fig_sine
 import fig_spike_sensitivity
 import fig_survival
 import fig_translation_warmup
@@ -51,6 +58,13 @@ FIGURES = (
     fig_gradient_decay,
     fig_jacobian,
     fig_translation_warmup,
+    fig_init_gradients,
+    fig_norm_type,
+    fig_activation,
+    fig_precision,
+    fig_batchnorm,
+    fig_sine,
+    fig_norm_cost,
 )
 
 PAGE = """<!doctype html>

@@ -15,7 +15,8 @@ from normlab import cli
 from normlab.config import Config, load
 from normlab.explain import ConfigError
 
-STUDIES = sorted(p.stem for p in (ROOT / "sweeps").glob("*.yaml") if p.stem != "jacobian")  # which logs nothing
+SILENT = {"jacobian", "norm_cost"}  # which log nothing
+STUDIES = sorted(p.stem for p in (ROOT / "sweeps").glob("*.yaml") if p.stem not in SILENT)
 
 
 def sweep(name: str) -> dict[str, Any]:
