@@ -116,7 +116,7 @@ def draw(data: Results) -> Drawn:
 
 
 def marks(panel: Any, table: pd.DataFrame, order: list[str], names: list[str], n: str | None) -> None:
-    """Median and interval by norm, a line per stat, ratios in numbers on the right; logarithmic where they differ much."""
+    """Median and interval by norm, a line per stat, ratios in numbers on the right; a log axis if far apart."""
     stats = [stat for stat in COLOURS if stat in set(table.stat)]
     for _, row in table.dropna(subset=[names[0]]).iterrows():
         i = stats.index(row.stat)
