@@ -93,12 +93,12 @@ def draw(data: Results) -> Drawn:
     if not fits:
         raise Missing("needs profiles at step 0 of at least three depths in one setting")
     order, depths = ranked(rows, fits), sorted(rows[DEPTH].unique())
-    wide = 0.34 * len(depths) + 0.5
+    wide = 0.3 * len(depths) + 0.5
     size = (3 * wide + 7.4, 0.235 * len(order) + 1.75)
     fig, panels = plt.subplots(1, 5, figsize=size, sharey=True, width_ratios=[wide, wide, wide, 2.6, 2.6])
     positive = rows[np.isfinite(rows.value) & (rows.value > 0)]
     means = np.exp(np.log(positive.value).groupby([positive.quantity, positive[PLACEMENT], positive[DEPTH]]).mean())
-    scale = LogNorm(max(means.quantile(0.02), means.max() * 1e-6), means.max())
+    scale = LogNorm(means.quantile(0.05), means.quantile(0.95))  # one placement that explodes must not hide the others
     colours = plt.get_cmap("viridis").with_extremes(bad="#bbbbbb")
     image = None
     for panel, (quantity, name) in zip(panels, QUANTITIES.items(), strict=False):
@@ -110,19 +110,25 @@ def draw(data: Results) -> Drawn:
         panel.set_title(name)
         panel.grid(visible=False)
         panel.tick_params(axis="y", length=0)
-    fig.colorbar(image, ax=panels[:3], location="bottom", label="gradient norm, geometric mean", extend="min",
-                 aspect=40, pad=0.02)  # fmt: skip
+    label = "gradient norm, geometric mean"
+    fig.colorbar(image, ax=panels[:3], location="bottom", label=label, extend="both", aspect=40, pad=0.02)
     exponents(panels[3], fits, order)
     spread(panels[4], positive, order, depths[-1])
+    legend = [part for panel in panels[3:] for part in zip(*panel.get_legend_handles_labels(), strict=True)]
+    fig.legend(*zip(*legend, strict=True), loc="outside lower center", ncols=min(6, len(legend)))
     panels[0].set_yticks(range(len(order)), [arms.placement_name(p) for p in order])
     settings = rows[[NORM, ACTIVATION]].drop_duplicates()
     zero = rows[~(np.isfinite(rows.value) & (rows.value > 0))]
-    nothing = ", ".join(arms.in_order(zero[PLACEMENT].unique()))
+    nothing = (
+        f" Gradients that are zero or not finite are left out (grey where all are): {zero.run_id.nunique()} models have "
+        f"one ({', '.join(arms.in_order(zero[PLACEMENT].unique()))})."
+        if len(zero)
+        else ""
+    )
     caption = (
         f"L2 norm of the expected gradient at initialisation ({rows.run_id.nunique():,} models: {len(order)} "
         f"placements, {settings[NORM].nunique()} norms, {settings[ACTIVATION].nunique()} activations, "
-        f"{rows.seed.nunique()} seeds), averaged over seeds, norms and activations; grey: zero or not finite"
-        f"{f' in every model; {zero.run_id.nunique()} models have one ({nothing})' if nothing else ''}. "
+        f"{rows.seed.nunique()} seeds), averaged over seeds, norms and activations.{nothing} "
         "Exponents s of gradient ~ depth^s, least squares on logs, linear within ±1 and logarithmic beyond: mark and "
         "thick line are the mean and its 95 % bootstrap interval over seeds, the thin line spans norms x activations. "
         f"Right: each norm and activation at depth {depths[-1]}, mean over seeds.{left_out}"
@@ -148,7 +154,7 @@ def exponents(panel: Any, fits: list[Growth], order: list[str]) -> None:
     ticks = [t for t in (-100, -30, -10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100) if low - 0.5 <= t <= far + 0.5]
     panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
     panel.xaxis.set_minor_locator(plt.NullLocator())
-    below(panel, "growth exponent s", "exponent of depth", 1)
+    named(panel, "growth exponent s", "exponent of depth")
 
 
 def spread(panel: Any, rows: pd.DataFrame, order: list[str], depth: int) -> None:
@@ -162,14 +168,13 @@ def spread(panel: Any, rows: pd.DataFrame, order: list[str], depth: int) -> None
         panel.plot(mine.value, y, "o", color=figure.PALETTE[rank.get(norm, len(rank))], markersize=3, alpha=0.8,
                    markeredgewidth=0, label=norm)  # fmt: skip
     panel.set_xscale("log")
-    below(panel, "gradient norm", f"$W_2$, last block, depth {depth}", 2)
+    named(panel, "gradient norm", f"$W_2$, last block, depth {depth}")
 
 
-def below(panel: Any, label: str, title: str, columns: int) -> None:
+def named(panel: Any, label: str, title: str) -> None:
     panel.set_xlabel(label)
     panel.set_title(title)
     panel.tick_params(axis="y", length=0)
-    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=columns, handletextpad=0.2, columnspacing=0.8)
 
 
 if __name__ == "__main__":
