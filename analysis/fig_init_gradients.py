@@ -120,8 +120,8 @@ def draw(data: Results) -> Drawn:
     settings = rows[[NORM, ACTIVATION]].drop_duplicates()
     zero = rows[~(np.isfinite(rows.value) & (rows.value > 0))]
     nothing = (
-        f" Gradients that are zero or not finite are left out (grey where all are): {zero.run_id.nunique()} models have "
-        f"one ({', '.join(arms.in_order(zero[PLACEMENT].unique()))})."
+        " Gradients that are zero or not finite are left out (grey where all are): "
+        f"{zero.run_id.nunique()} models have one ({', '.join(arms.in_order(zero[PLACEMENT].unique()))})."
         if len(zero)
         else ""
     )

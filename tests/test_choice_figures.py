@@ -259,7 +259,7 @@ def test_the_growth_exponent_is_that_of_a_power_law_over_seeds():
     (fit,) = fig_init_gradients.growth(rows)
     assert fit.exponent == pytest.approx(-0.39)
     assert (fit.least, fit.most) == pytest.approx((-0.49, -0.29))
-    assert -0.4 <= fit.low < fit.exponent < fit.high <= -0.38
+    assert -0.4001 < fit.low < fit.exponent < fit.high < -0.3799
     assert (fit.n, fit.settings) == (3, 2)
     assert not fig_init_gradients.growth(rows.assign(value=0.0))
 
@@ -353,7 +353,7 @@ def test_a_report_of_costs_alone_is_whole(timed, tmp_path):
     (["steps=3"], "steps: norms are timed without training"),
     (["probe.batches=0"], "accepted: 1 or more"),
     (["threads=1,2"], "accepted: one value"),
-    (["data=tokens", "data.path=/none"], "accepted: markov"),
+    (["data=text"], "accepted: markov"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(arguments, said, tmp_path):
     done = door(*arguments, f"runs_dir={tmp_path}")
