@@ -12,10 +12,10 @@ from pathlib import Path
 import pandas as pd
 
 import arms
-import fig_depth_placement
-import fig_final_norm
 import fig_activation
 import fig_batchnorm
+import fig_depth_placement
+import fig_final_norm
 import fig_gradient_decay
 import fig_gradient_heatmap
 import fig_hidden_growth
@@ -23,10 +23,10 @@ import fig_init_gradients
 import fig_jacobian
 import fig_loss_curves
 import fig_lr_sensitivity
-import fig_residual_ablation
 import fig_norm_cost
 import fig_norm_type
 import fig_precision
+import fig_residual_ablation
 import fig_sine
 import fig_spike_sensitivity
 import fig_survival
