@@ -76,6 +76,18 @@ def rate(count: int, n: int) -> Estimate:
     return Estimate(count / n, float(interval.low), float(interval.high), n)
 
 
+def poisson_rate(count: int, exposure: float) -> Estimate:
+    """Events per unit of exposure with Garwood's exact interval; n is the count. None without exposure.
+
+    Takes events as independent: where they come in bursts or from few of the runs the interval is too narrow.
+    """
+    if exposure <= 0:
+        return Estimate(np.nan, np.nan, np.nan, count)
+    low = stats.chi2.ppf((1 - LEVEL) / 2, 2 * count) / 2 if count else 0.0
+    high = stats.chi2.ppf((1 + LEVEL) / 2, 2 * count + 2) / 2
+    return Estimate(count / exposure, float(low) / exposure, float(high) / exposure, count)
+
+
 def survival(steps: ArrayLike, diverged: ArrayLike) -> pd.DataFrame:
     """Kaplan-Meier: the share of runs that have not diverged by each step, with Greenwood's log-log interval.
 

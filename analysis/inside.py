@@ -108,7 +108,7 @@ def profile_panels(rows: pd.DataFrame, runs: pd.DataFrame, placements: list[str]
     """A panel per placement: median over seeds against relative depth; colour says the time, dashes the depth."""
     columns = min(4, len(placements))
     lines = -(-len(placements) // columns)
-    size = (2.9 * columns + 0.7, 2.6 * lines + 0.7)
+    size = ((2.9 if columns < 4 else 2.5) * columns + 0.7, 2.6 * lines + 0.7)
     fig, panels = plt.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     rows = rows[np.isfinite(rows.value) & ((rows.value > 0) | (not log))]
     depths = sorted(rows[DEPTH].unique(), reverse=True)
