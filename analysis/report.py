@@ -28,6 +28,7 @@ import fig_norm_type
 import fig_precision
 import fig_residual_ablation
 import fig_sine
+import fig_lr_frontier
 import fig_spike_sensitivity
 import fig_survival
 import fig_translation_warmup
@@ -50,6 +51,7 @@ FIGURES = (
     fig_lr_sensitivity,
     fig_residual_ablation,
     fig_final_norm,
+    fig_lr_frontier,
     fig_spike_sensitivity,
     fig_gradient_heatmap,
     fig_xiong_gradients,

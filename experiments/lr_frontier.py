@@ -11,6 +11,7 @@ The choices of optim.lr are the grid, those of every other setting but seed make
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -28,6 +29,7 @@ from normlab.device import gpu_for, workers
 from normlab.explain import ConfigError
 from normlab.frontier import LR, STEPS
 from normlab.isolation import isolated
+from normlab.signals import STOPPING
 from normlab.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +62,8 @@ def main(arguments: list[str]) -> int:
         print(f"lr_frontier.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for number in STOPPING:
+        signal.signal(number, signal.default_int_handler)
     made: list[dict[str, Any]] = []
     ended: list[Cell] = []
     status = 0
@@ -80,6 +84,9 @@ def main(arguments: list[str]) -> int:
                     print(f"a cell is lost: {' '.join(told.split())}", file=sys.stderr)
                     status = 1
         except KeyboardInterrupt:
+            for process in multiprocessing.active_children():  # they finish their step and write a checkpoint
+                if process.pid is not None:
+                    os.kill(process.pid, signal.SIGINT)
             pool.shutdown(cancel_futures=True)
             print("interrupted; launch again to go on", file=sys.stderr)
             return 130
@@ -145,6 +152,8 @@ def rising(cfg: Config) -> Config:
 
 def begin(numbers: Any) -> None:
     """In a process of the pool: models this small do best with one thread each, larger ones with a GPU each."""
+    os.setpgrp()  # a terminal's Ctrl-C reaches the parent alone, which passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     gpu = gpu_for("auto", numbers.get(), torch.cuda.device_count())
     if gpu is not None:

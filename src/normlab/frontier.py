@@ -74,9 +74,10 @@ def _anchors(count: int, hint: int | None, tried: Mapping[int, str]) -> Iterator
         edges = sorted({-1, top, *(place for place in tried if place < top)})
         gaps = [(high - low - 1, -low) for low, high in itertools.pairwise(edges)]
         width, start = max(gaps)
-        if width < 1 or (width == 1 and len(tried) > 1):
-            return
+        if width <= 1:
+            break
         yield -start + (width + 1) // 2
+    yield 0  # alone may train
 
 
 @dataclass(frozen=True)

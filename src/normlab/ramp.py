@@ -10,6 +10,7 @@ from normlab.frontier import ramped
 
 WINDOW = 9  # steps of the running median
 MARGIN = 0.1  # nats above the best loss so far, at the least
+ERRORS = 3 * 1.2533 / WINDOW**0.5  # three standard errors of a median of WINDOW, in deviations of what it is of
 EARLY = 10  # steps below which the ramp's own slope decides
 
 CAVEAT = (
@@ -39,8 +40,8 @@ def estimate(rates: ArrayLike, losses: ArrayLike, *, stalled_at: float, first_ba
 
     The verdict's first bad step, where it has one, and the first loss that is not finite.
     The step from which on the loss has risen and never comes back: after the last one at which the centred running
-    median (WINDOW steps) was within max(MARGIN, 3 * 1.4826 * MAD of the losses about it) nats of its least value so
-    far. A rise in the last WINDOW steps may yet come back.
+    median (WINDOW steps) was within max(MARGIN, ERRORS * 1.4826 * MAD of the losses about it) nats of its least value
+    so far. A rise in the last WINDOW steps may yet come back.
     Where the running median never got below `stalled_at` (nats; a loss at which a run counts as stalled), the step at
     which it first came that near to its least value: the plateau of a run that never learned.
     """
@@ -53,7 +54,7 @@ def estimate(rates: ArrayLike, losses: ArrayLike, *, stalled_at: float, first_ba
     smooth = pd.Series(values).rolling(WINDOW, center=True, min_periods=1).median().to_numpy()
     learned = bool((smooth < stalled_at).any())
     if len(values):
-        margin = max(MARGIN, 3 * 1.4826 * float(np.median(np.abs(values - smooth))))
+        margin = max(MARGIN, ERRORS * 1.4826 * float(np.median(np.abs(values - smooth))))
         near = np.flatnonzero(smooth <= np.minimum.accumulate(smooth) + margin)
         if len(values) - (risen := int(near[-1]) + 1) >= WINDOW:
             bad.append(risen)
