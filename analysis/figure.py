@@ -24,6 +24,7 @@ from normlab.residual import PLACEMENTS
 from normlab.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
+RUNS = "study folders (runs/STUDY), run folders, folders of offline W&B logs, or wandb://ENTITY/PROJECT[/STUDY]"
 
 # Okabe & Ito's colour-blind-safe palette; a placement has the same colour in every figure.
 # After its seven, further ones as far from them and from each other as there is room for.
@@ -124,12 +125,12 @@ def save(drawn: Drawn, stem: str, folder: Path) -> Path:
 def main(draw: Draw, stem: str) -> NoReturn:
     """The command line of one figure script."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="study folders (runs/STUDY) or run folders")
+    parser.add_argument("runs", nargs="+", help=RUNS)
     parser.add_argument("--out", type=Path, default=ROOT / "figures", help="default: figures/")
     options = parser.parse_args()
     try:
         print(save(draw(arms.load(options.runs)), stem, options.out))
-    except (Missing, FileNotFoundError) as error:
+    except (Missing, FileNotFoundError, ConnectionError) as error:
         print(f"{stem}: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)

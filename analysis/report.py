@@ -90,20 +90,20 @@ li {{ margin: .3rem 0; }}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="study folders (runs/STUDY) or run folders")
+    parser.add_argument("runs", nargs="+", help=figure.RUNS)
     parser.add_argument("--name", help="report/NAME/index.html; default: the first folder's name")
     parser.add_argument("--figures", type=Path, default=figure.ROOT / "figures", help="default: figures/")
     parser.add_argument("--out", type=Path, default=figure.ROOT / "report", help="default: report/")
     options = parser.parse_args()
     try:
         data = arms.load(options.runs)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ConnectionError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
     if data.runs.empty:
-        print(f"report.py: no run with a readable record below {', '.join(map(str, options.runs))}", file=sys.stderr)
+        print(f"report.py: no run with a readable record below {', '.join(options.runs)}", file=sys.stderr)
         return 2
-    name = options.name or options.runs[0].resolve().name
+    name = options.name or Path(options.runs[0]).resolve().name
     page = options.out / name / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(write(data, name, options.figures))

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from conftest import ROOT, tiny
 
-from normlab import probe
+from normlab import probe, verdict
 from normlab.fit import Fit
 from normlab.heatmap import COLUMNS, HeatMap
 from normlab.log import Log
@@ -93,9 +93,8 @@ def test_what_wandb_is_told(fake, tmp_path):
     record = train(tiny(tmp_path, "log=offline", "study=named", "eval.every=3"))
     (started,) = fake.started
     assert (started["id"], started["group"], started["mode"]) == (record["run_id"], "named", "offline")
-    assert started["config"]["model.placement"] == "pre"
-    assert started["config"]["optim.betas"] == [0.9, 0.98]
-    assert not any(isinstance(value, dict) for value in started["config"].values())
+    assert started["config"]["model"]["placement"] == "pre"  # as W&B's panels and groups want it: nested
+    assert started["config"]["optim"]["betas"] == [0.9, 0.98]
     assert started["config"]["data_sha256"] == record["data_sha256"]
     assert [step for step, _ in fake.rows] == [0, 1, 2, 3, 4, 5, 5]
     assert fake.rows.pop()[1] == {"grad_norm/heat_map": (800, 380)}
@@ -108,7 +107,8 @@ def test_what_wandb_is_told(fake, tmp_path):
         assert len([k for k in row if k.startswith("grad_norm/layer_")]) == 2
         assert row["grad_norm/layer_000"] > 0
     assert fake.rows[3][1]["val/loss"] == steps.val_loss[3]
-    assert fake.summary == {k: v for k, v in record.items() if isinstance(v, str | int | float)}
+    counted = {f"verdict/{name}": int(name == record["verdict"]) for name in verdict.NAMES}
+    assert fake.summary == record | counted
     assert {"verdict", "final_val_loss", "spike_count", "status"} <= set(fake.summary)
     assert fake.exit_codes == [0]
 
@@ -322,9 +322,9 @@ def test_three_jobs_in_one_process_leave_three_whole_wandb_records(tmp_path, mon
         assert "sweep_id" not in started
         config = merged([started["config"]])
         assert config["seed"] == settings["seed"]
-        assert config["optim.lr"] == settings["optim"]["lr"]
-        assert config["model.placement"] == settings["model"]["placement"]
-        assert not any("${" in str(value) or isinstance(value, dict) for k, value in config.items() if k != "_wandb")
+        assert config["optim"]["lr"] == settings["optim"]["lr"]
+        assert config["model"]["placement"] == settings["model"]["placement"]
+        assert not any("${" in str(value) for value in config.values())
         rows = [row["item"] for row in found["history"]]
         steps = load(file.parents[2]).steps
         assert [row["_step"] for row in rows] == steps.step.tolist() == list(range(record.get("steps_done", 2)))
@@ -402,7 +402,7 @@ def test_the_record_of_a_sweep_agents_run_has_its_id_and_the_whole_config(fresh_
     assert (second["run_id"], second.get("sweep_id")) == (records[1]["run_id"], None)
     for seed, run in enumerate((first, second)):
         config = merged([run["config"]])
-        assert (config["optim.lr"], config["seed"], config["model.depth"]) == (0.002, seed, 2)
+        assert (config["optim"]["lr"], config["seed"], config["model"]["depth"]) == (0.002, seed, 2)
 
 
 def test_a_start_that_breaks_half_way_leaves_nothing_open(fresh_wandb, tmp_path, monkeypatch, capsys):

@@ -241,3 +241,10 @@ def rules(cfg: Config) -> dict[str, Any]:
         "judge": cfg.spikes.judge,
         "verdict": cfg.verdict.model_dump(exclude={"out_of_range"}),
     }
+
+
+def verdict_counts(record: Mapping[str, Any]) -> dict[str, int]:
+    """A one for the run's verdict and zeros for the others, which W&B can add up over runs: it cannot count texts."""
+    if record["verdict"] is None:
+        return {}
+    return {f"verdict/{name}": int(name == record["verdict"]) for name in verdict.NAMES}

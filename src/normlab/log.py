@@ -1,6 +1,7 @@
 """Console and W&B: windows on a run. Neither knows what a metric means; the record is in the run folder."""
 
 import io
+import math
 import os
 import shutil
 import subprocess
@@ -83,9 +84,9 @@ class Log:
         self._bar.update(steps)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """The texts and numbers among these values."""
-        scalars = {k: v for k, v in values.items() if isinstance(v, str | int | float)}
-        self._wandb(lambda run, _: run.summary.update(scalars))
+        """These values, at any depth; a number that is not finite as the text that W&B makes of one in a row."""
+        told = _as_in_rows(values)
+        self._wandb(lambda run, _: run.summary.update(told))
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +138,7 @@ def _start_wandb(cfg: LogConfig, folder: Path, study: str, settings: Mapping[str
             name=folder.name,
             dir=folder,
             mode=cfg.mode,
-            config=_flat(settings) | {"run_id": folder.name},
+            config=dict(settings) | {"run_id": folder.name},
             resume="allow",
             reinit="create_new",  # whatever run is open in this process is neither ended nor written to
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=cfg.timeout),
@@ -175,12 +176,15 @@ def _is_the_agents(run_id: str) -> bool:
     return True
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and plain values."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+def _as_in_rows(value: Any) -> Any:
+    """W&B's summary makes null of NaN, its rows make "NaN"."""
+    if isinstance(value, Mapping):
+        return {key: _as_in_rows(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_in_rows(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _within(seconds: float, act: Callable[[], T]) -> T:

@@ -1,7 +1,8 @@
-"""What analysis reads: run folders as three tables."""
+"""What analysis reads: runs as three tables, from their folders or from W&B."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from normlab import wandb_runs
 from normlab.store import LAYERS_SCHEMA, read_record
+from normlab.wandb_runs import WandbRun
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times faster, where PyYAML was built with libyaml
+Whole = tuple[dict[str, Any], pd.DataFrame, list[Path]]  # a run's row, its steps, its layers/*.parquet
 _TEXT = ("stack", "site", "tensor", "stat")
 STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
 
@@ -30,25 +34,27 @@ class Results(NamedTuple):
 def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Results:
     """Read every run below the given study or run folders, in the order of study and run id.
 
-    A folder that cannot be read whole is left out and named with the reason in runs.attrs["skipped"]. Runs of every
-    status are returned; filter on `status` before drawing a conclusion. Raises FileNotFoundError naming a path that is
-    not there. layers=False skips the layer tables (and returns an empty one).
+    A folder without run folders is searched for offline W&B logs (offline-run-*/), and wandb://ENTITY/PROJECT[/STUDY]
+    is read from the W&B server; normlab.wandb_runs says what only a run folder has. These runs come last.
+
+    What cannot be read whole is left out and named with the reason in runs.attrs["skipped"]. Runs of every status are
+    returned; filter on `status` before drawing a conclusion. Raises FileNotFoundError naming a path that is not there,
+    and ConnectionError where W&B does not answer. layers=False skips the layer tables (and returns an empty one).
     """
-    roots = [paths] if isinstance(paths, str | Path) else list(paths)
     runs, steps, tables = [], [], []
     skipped: list[str] = []
-    for folder in _run_folders(Path(root) for root in roots):
+    for where, read, note in _found([paths] if isinstance(paths, str | Path) else paths, layers):
         try:
-            row = _run_row(folder)
+            row, mine, parts = read()
             who = {"run_id": row["run_id"], "study": row["study"]}
-            mine = _read_metrics(folder / "metrics.jsonl").assign(**who)
-            parts = [_read_layers(p, who) for p in sorted(folder.glob("layers/*.parquet")) if layers]
+            mine, read_parts = mine.assign(**who), [_read_layers(part, who) for part in parts]
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-            skipped.append(f"{folder}: {' '.join(str(error).split()) or type(error).__name__}")
+            skipped.append(f"{where}: {' '.join(str(error).split()) or type(error).__name__}")
             continue
         runs.append(row)
         steps.append(mine)
-        tables += parts
+        tables += read_parts
+        skipped += [f"{where}: {note}"] if note else []
     run_table = pd.DataFrame(runs)
     run_table.attrs["skipped"] = skipped
     empty_layers = pd.DataFrame(columns=[*LAYERS_SCHEMA.names, "run_id", "study"])
@@ -59,27 +65,62 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Re
     )
 
 
-def _run_folders(roots: Iterable[Path]) -> Iterator[Path]:
+def _found(paths: Iterable[str | Path], layers: bool) -> Iterator[tuple[str, Callable[[], Whole], str]]:
+    """Where a run is, what reads it, and what is known to be missing there."""
+    addresses = [path for path in paths if wandb_runs.is_address(path)]
+    roots = [Path(path) for path in paths if path not in addresses]
+    folders: set[Path] = set()
+    logs: set[Path] = set()
+    for root in roots:
+        if not root.is_dir() and not (root.suffix == ".wandb" and root.exists()):
+            raise FileNotFoundError(
+                f"{root}: no such folder; accepted: a study (runs/STUDY), one run's folder, "
+                f"a folder of offline W&B logs, {wandb_runs.FORM}"
+            )
+        mine = _run_folders(root)
+        folders |= mine
+        logs |= set() if mine else {log.resolve() for log in wandb_runs.logs(root)}
+    for folder in sorted(folders, key=lambda f: (f.parent.name, f.name, f)):
+        yield str(folder), lambda folder=folder: _of_folder(folder, layers), ""
+    from_wandb = [wandb_runs.from_logs(logs, layers=layers)] if logs else []
+    from_wandb += [wandb_runs.from_server(address, layers=layers) for address in addresses]
+    for run in chain.from_iterable(from_wandb):
+        yield run.where, lambda run=run: _of_wandb(run), run.note if run.record else ""
+
+
+def _run_folders(root: Path) -> set[Path]:
     """Folders that hold a run.json or a config.yaml, not those that W&B keeps inside a run."""
     found: set[Path] = set()
-    for root in roots:
-        if not root.is_dir():
-            raise FileNotFoundError(f"{root}: no such folder; accepted: a study (runs/STUDY) or one run's folder")
-        for name in ("run.json", "config.yaml"):
-            files = [root / name] if (root / name).exists() else root.rglob(name)
-            found |= {f.parent.resolve() for f in files if "wandb" not in f.relative_to(root).parts}
-    yield from sorted(found, key=lambda f: (f.parent.name, f.name, f))
+    for name in ("run.json", "config.yaml"):
+        files = [root / name] if (root / name).exists() else root.rglob(name)
+        found |= {
+            f.parent.resolve()
+            for f in files
+            if "wandb" not in f.relative_to(root).parts and not any(f.parent.parent.glob("*.wandb"))
+        }
+    return found
 
 
-def _run_row(folder: Path) -> dict[str, Any]:
+def _of_folder(folder: Path, layers: bool) -> Whole:
     record = read_record(folder)
     if not isinstance(record, dict) or not {"run_id", "study", "status"} <= set(record):
         raise ValueError("no readable run.json")
     settings = yaml.load((folder / "config.yaml").read_text(), _YAML)
     if not isinstance(settings, dict):
         raise ValueError("no readable config.yaml")
+    steps = _step_table(_read_metrics(folder / "metrics.jsonl"))
+    return _run_row(settings, record, str(folder)), steps, sorted(folder.glob("layers/*.parquet")) if layers else []
+
+
+def _of_wandb(run: WandbRun) -> Whole:
+    if not run.record:
+        raise ValueError(run.note)
+    return _run_row(run.settings, run.record, run.where), _step_table(run.rows), run.parts
+
+
+def _run_row(settings: dict[str, Any], record: dict[str, Any], path: str) -> dict[str, Any]:
     # The record wins where both have a key: it holds the numbers that were measured.
-    return {**dict(_flat(settings)), **record, "path": str(folder)}
+    return {**dict(_flat(settings)), **record, "path": path}
 
 
 def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -91,8 +132,8 @@ def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}{key}", value
 
 
-def _read_metrics(path: Path) -> pd.DataFrame:
-    """metrics.jsonl as float columns; NaN and Infinity stay numbers. A torn last line, left by a kill, is dropped."""
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl. A torn last line, left by a kill, is dropped."""
     rows = []
     lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines):
@@ -101,6 +142,11 @@ def _read_metrics(path: Path) -> pd.DataFrame:
         except ValueError:
             if number != len(lines) - 1:
                 raise ValueError(f"{path}: line {number + 1} is not JSON") from None
+    return rows
+
+
+def _step_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Rows as float columns; NaN and Infinity stay numbers."""
     columns = list(dict.fromkeys([*STEP_COLUMNS, *(key for row in rows for key in row)]))
     table = pd.DataFrame({c: np.array([row.get(c) for row in rows], dtype="float64") for c in columns})
     return table.astype({"step": "int64"})

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from normlab import checkpoint, relabel, results, store, task
+from normlab import checkpoint, journal, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import device_name, pick_device
 from normlab.fit import Fit
-from normlab.journal import rules
 from normlab.log import Log
 from normlab.task import Task
 
@@ -47,7 +46,7 @@ def train(cfg: Config) -> dict[str, Any]:
 
 def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, Any]:
     """A finished run's record; under this config's rules, where it was labelled by others."""
-    wanted = rules(cfg)
+    wanted = journal.rules(cfg)
     if not cfg.steps or record.get("detector") == wanted:
         return record
     found = results.load(path, layers=False)
@@ -92,13 +91,14 @@ def _recorded(
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
+            log.summary(folder.record)  # what is known of a run that is killed
             try:
                 result = _fitted(cfg, learned, device, folder, log, state) | {"status": "finished"}
             except BaseException as error:
                 _record_end(folder, error)
                 log.summary(folder.record)
                 raise
-            log.summary(folder.record | result)
+            log.summary(folder.record | result | journal.verdict_counts(result))
         checkpoint.forget_previous(path)
         folder.update(**result)  # the last act: a run that is killed before it goes on, W&B's record included
     except BaseException as error:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from normlab.spikes import Spike
 
 Name = Literal["stable", "spiked", "stalled", "diverged"]
+NAMES: tuple[Name, ...] = get_args(Name)
 
 RULES_VERSION = 2  # of the rules here and in spikes.py; stored with every verdict
 LEAST_LOSS_SCALE = (
