@@ -28,9 +28,14 @@ Panels = dict[str, list[Any]]
 
 def panels() -> Panels:
     """Section -> its panels. A line or bar is a placement; the band spans its runs."""
-    over_runs = {"groupby": PLACEMENT, "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax", "x": "Step"}
-    by_placement = {"groupby": PLACEMENT, "orientation": "v"}
-    nats = {"title_x": "optimizer step", "title_y": "loss (nats)"}
+    over_runs: dict[str, Any] = {
+        "groupby": PLACEMENT,
+        "groupby_aggfunc": "mean",
+        "groupby_rangefunc": "minmax",
+        "x": "Step",
+    }
+    by_placement: dict[str, Any] = {"groupby": PLACEMENT, "orientation": "v"}
+    nats: dict[str, Any] = {"title_x": "optimizer step", "title_y": "loss (nats)"}
     return {
         "Loss by placement": [
             wr.LinePlot(title="training loss", y=[LOSS], **over_runs, **nats),
@@ -88,7 +93,7 @@ def workspace(entity: str, project: str, study: str | None) -> ws.Workspace:
 
 def report(entity: str, project: str, study: str | None) -> wr.Report:
     """The workspace's panels under headings, each over the runs as they are when it is read."""
-    chosen = {"filters": [expr.Metric("Group") == study]} if study else {}
+    chosen: dict[str, Any] = {"filters": [expr.Metric("Group") == study]} if study else {}
     blocks: list[Any] = [wr.TableOfContents()]
     for name, found in panels().items():
         # of the report's own project: a named one is looked up on the server, which a dry run must not need

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import wandb
 from conftest import ROOT, tiny
+from matplotlib.figure import Figure
 
 import arms
 import figure
@@ -150,6 +151,7 @@ def normal(value: Any) -> Any:
 @pytest.fixture
 def csv_files(monkeypatch, tmp_path) -> Callable[[results.Results], dict[str, bytes]]:
     """The data beside every figure that these runs can feed."""
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # the pictures take most of the time
 
     def drawn(read: results.Results) -> dict[str, bytes]:
         files = {}
