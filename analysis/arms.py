@@ -34,8 +34,7 @@ _WORDS = {
 }
 
 
-def load(paths: Iterable[Path], *, once: bool = True) -> Results:
-def load(paths: Iterable[str | Path]) -> Results:
+def load(paths: Iterable[str | Path], *, once: bool = True) -> Results:
     """results.load, with each run once: the same run in two studies is one measurement, not two.
 
     A layer's number means one block: of an encoder-decoder, the decoder's layers stay. Adds the column `data`: the

@@ -22,13 +22,13 @@ import fig_hidden_growth
 import fig_init_gradients
 import fig_jacobian
 import fig_loss_curves
+import fig_lr_frontier
 import fig_lr_sensitivity
 import fig_norm_cost
 import fig_norm_type
 import fig_precision
 import fig_residual_ablation
 import fig_sine
-import fig_lr_frontier
 import fig_spike_sensitivity
 import fig_survival
 import fig_translation_warmup
