@@ -153,6 +153,11 @@ def _told(key: str, value: Any) -> str:
     return _WORDS[key](value) if key in _WORDS else f"{key.split('.')[-1]} {value}"
 
 
+def loss_unit(runs: pd.DataFrame) -> str:
+    """What losses of these runs are in."""
+    return "mean squared error" if set(runs["data.name"]) == {"sine"} else "nats"
+
+
 def in_order(placements: Iterable[str]) -> list[str]:
     """Placements in the order of their table; unknown ones, of another version, last."""
     return sorted(placements, key=lambda p: (_ORDER.get(p, len(_ORDER)), p))

@@ -26,7 +26,7 @@ def draw(data: Results) -> Drawn:
     finite = steps.loss.where(np.isfinite(steps.loss))
     smooth = finite.groupby(steps.run_id).transform(lambda s: s.rolling(9, center=True, min_periods=1).median())
     steps = steps.assign(shown=smooth.where(finite.notna()))
-    drawn = curves(runs, steps, "training loss (nats)", "running median of 9 steps; ")
+    drawn = curves(runs, steps, f"training loss ({arms.loss_unit(runs)})", "running median of 9 steps; ")
     columns = ["study", "run_id", "arm", DEPTH, "seed", "step", "loss"]
     return Drawn(drawn.figure, pd.DataFrame(steps[columns]), drawn.caption + kept)
 
@@ -147,8 +147,10 @@ def capped(table: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def references(panel: Any, runs: pd.DataFrame, label: bool) -> None:
-    """Grey lines at the unigram and bigram entropy of the evaluated tokens."""
-    for line, name in ((runs.h1.iloc[0], "unigram\nentropy"), (runs.h2.iloc[0], "bigram\nentropy")):
+    """Grey lines at the unigram and bigram entropy of the evaluated tokens, of numbers at what a constant and a line
+    come to."""
+    names = ("unigram\nentropy", "bigram\nentropy") if arms.loss_unit(runs) == "nats" else ("constant", "line")
+    for line, name in zip((runs.h1.iloc[0], runs.h2.iloc[0]), names, strict=True):
         panel.axhline(line, color="#888888", linewidth=0.8)
         if label:
             place = {"xycoords": ("axes fraction", "data"), "va": "center"}

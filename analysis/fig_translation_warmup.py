@@ -27,13 +27,16 @@ def draw(data: Results) -> Drawn:
     if runs.empty:
         raise Missing("no finished training run on sentence pairs (data=parallel) among these")
     names = sorted(runs[OPTIMIZER].unique())
+    one_rate = runs.groupby(OPTIMIZER)["optim.lr"].nunique().max() == 1
+    runs = arms.with_arms(runs, OPTIMIZER, *(["optim.lr"] if one_rate else []))  # told by the row's title
+    styles = figure.arm_styles(runs)
     fig, rows = plt.subplots(len(names), 2, figsize=(10.5, 3.2 * len(names)), sharex=True, sharey="col", squeeze=False)
     shown = []
     for name, panels in zip(names, rows, strict=True):
-        mine = arms.with_arms(runs[runs[OPTIMIZER] == name])
+        mine = runs[runs[OPTIMIZER] == name]
         curves = _curves(data.steps, mine)
         shown.append(curves)
-        _draw_row(panels, mine, curves, one_text=runs[DATA].nunique() == 1)
+        _draw_row(panels, mine, curves, styles, one_text=runs[DATA].nunique() == 1)
         panels[0].set_title(f"{name}, learning rate {', '.join(f'{lr:g}' for lr in sorted(mine['optim.lr'].unique()))}")
     everything = pd.concat(shown, ignore_index=True)
     low, high = everything.val_loss.min(), everything.val_loss.quantile(0.95)  # not to make room for a divergence
@@ -66,11 +69,14 @@ def _curves(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     return arms.joined(rows, runs, told).sort_values(["arm", "run_id", "step"], ignore_index=True)
 
 
-def _draw_row(panels: Any, runs: pd.DataFrame, curves: pd.DataFrame, *, one_text: bool) -> None:
-    styles = figure.arm_styles(runs)
+def _draw_row(
+    panels: Any, runs: pd.DataFrame, curves: pd.DataFrame, styles: dict[str, dict[str, Any]], *, one_text: bool
+) -> None:
     for panel, (column, label) in zip(panels, _PANELS, strict=True):
         for arm, style in styles.items():
             mine = curves[curves.arm == arm].dropna(subset=[column])
+            if mine.empty:
+                continue
             if mine.run_id.nunique() > 1:
                 for _, seed in mine.groupby("run_id"):
                     panel.plot(seed.step, seed[column], **style | {"linewidth": 0.5, "alpha": 0.4, "marker": ""})

@@ -24,7 +24,7 @@ def draw(data: Results) -> Drawn:
     rows = pd.concat([data.steps[["run_id", "step", "val_loss"]], first, final]).dropna()
     rows = rows.drop_duplicates(["run_id", "step"])
     rows = arms.joined(rows, runs, ["study", "arm", "seed", DEPTH]).sort_values(["run_id", "step"])
-    drawn = curves(runs, rows.assign(shown=rows.val_loss), "validation loss (nats)")
+    drawn = curves(runs, rows.assign(shown=rows.val_loss), f"validation loss ({arms.loss_unit(runs)})")
     return Drawn(drawn.figure, drawn.table, drawn.caption + kept)
 
 

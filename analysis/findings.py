@@ -15,6 +15,7 @@ from arms import (
     WARMUP,
     Missing,
     in_order,
+    loss_unit,
     placement_name,
     short_names,
     sort_by_placement,
@@ -99,7 +100,8 @@ def _by_depth(runs: pd.DataFrame) -> list[str]:
                 f"{placement_name(placement)} is stable in {stable} of {len(group)} runs"
                 f"{f' ({others})' if others else ''}, final validation loss {span}"
             )
-        lines = f"unigram entropy {here.h1.iloc[0]:.3f}, bigram entropy {here.h2.iloc[0]:.3f}; "
+        names = ("unigram entropy", "bigram entropy") if loss_unit(here) == "nats" else ("best constant", "best line")
+        lines = f"{names[0]} {here.h1.iloc[0]:.3f}, {names[1]} {here.h2.iloc[0]:.3f}; "
         if here[DATA].nunique() > 1:
             lines = ""
         found.append(f"Depth {depth}: {'; '.join(told)} ({lines}seeds: {here.seed.nunique()}).")

@@ -86,7 +86,7 @@ def textbook() -> Results:
     """Runs that do what the literature says."""
     post_fails = lambda run: "stalled" if run[PLACEMENT] == "post" and run[DEPTH] > 6 else "stable"  # noqa: E731
     placed = made(
-        "depth_placement", PLACED, lambda run: 2.4 if run[PLACEMENT] == "post" and run[DEPTH] == 6 else 2.5, post_fails,
+        "depth_placement", PLACED, lambda run: 2.4 if run[PLACEMENT] != "pre" and run[DEPTH] == 6 else 2.5, post_fails,
         lambda run: [(0, "mean_over_std", 0.1), (300, "mean_over_std", 0.1)],
     )  # fmt: skip
     for_post = placed.runs[PLACEMENT] == "post"
@@ -181,7 +181,7 @@ def test_a_diverged_seed_stays_in_its_mean_at_the_loss_of_the_start():
 
 def test_leaving_out_any_one_run_changes_n_and_breaks_nothing(agreed):
     data = textbook()
-    picked = data.runs.groupby("study").sample(2, random_state=0)
+    picked = data.runs.groupby("study").head(1)
     for _, gone in picked.iterrows():
         found = claims.ledger(Results(data.runs[data.runs.run_id != gone.run_id], data.steps, data.layers))
         found = found.set_index("id")

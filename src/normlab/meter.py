@@ -214,7 +214,8 @@ class StepMeter:
         if "exp_avg_sq" not in state or not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
             return torch.full_like(chunk.counts, math.nan)
         steps = float(state["step"]) if state["step"].device.type == "cpu" else state["step"]
-        limit = max(group["eps"] ** 2 * (1 - group["betas"][1] ** steps), torch.finfo(flat.dtype).tiny)
+        limit, tiny = group["eps"] ** 2 * (1 - group["betas"][1] ** steps), torch.finfo(flat.dtype).tiny
+        limit = limit.clamp(min=tiny) if isinstance(limit, Tensor) else max(limit, tiny)  # no wait for the device
         above = torch.sub(state["exp_avg_sq"], limit, out=self._scratch[: len(flat)]).sign_()  # +1, or -1 below
         signs = above.view(-1, self._flat.row).sum(1)
         room = chunk.counts + chunk.padding
