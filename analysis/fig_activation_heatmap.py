@@ -55,7 +55,7 @@ def draw(data: Results) -> Drawn:
         f"Root mean square of the residual stream after each block (0: the embedding), depth {runs[DEPTH].iloc[0]}, "
         f"lowest seed of each placement. {kind}{' ' * bool(kind)}All seeds: {seeds}.{note}{more}"
     )
-    table = arms.joined(rows, runs, [c for c in inside.WHO if c != "run_id"])
+    table = inside.with_runs(rows, runs)
     table = arms.sort_by_placement(table, PLACEMENT, "run_id", "step", "block")
     return Drawn(fig, table[[*inside.WHO, "step", "block", "value"]], caption)
 

@@ -15,7 +15,7 @@ def draw(data: Results) -> Drawn:
     placements, more = inside.few_placements(runs)
     runs = runs[runs[PLACEMENT].isin(placements)]
     profiles = inside.after_blocks(data.layers, runs, "angular_distance")
-    rows = arms.joined(inside.first_and_last(profiles), runs, inside.WHO[:1] + inside.WHO[2:])
+    rows = inside.with_runs(inside.first_and_last(profiles), runs)
     rows = rows.assign(position=inside.relative_depth(rows.layer, rows[DEPTH]))
     fig = inside.profile_panels(rows, runs, placements, r"angular distance, $\arccos(\cos)\,/\,\pi$", log=False)
     for panel in fig.axes:

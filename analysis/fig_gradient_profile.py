@@ -18,7 +18,7 @@ def draw(data: Results) -> Drawn:
     norms = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])
     if norms.empty:
         raise Missing("no per-layer gradient norms in these runs")
-    rows = arms.joined(inside.at_times(norms, runs), runs, inside.WHO[:1] + inside.WHO[2:])
+    rows = inside.with_runs(inside.at_times(norms, runs), runs)
     rows = rows.assign(position=inside.relative_depth(rows.layer, rows[DEPTH]))
     fig = inside.profile_panels(rows, runs, placements, "weight-gradient norm of the block", log=True)
     caption = (

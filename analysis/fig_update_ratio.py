@@ -43,7 +43,7 @@ def draw(data: Results) -> Drawn:
     rows = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])
     if not (rows.value > 0).any():
         raise Missing("no update ratios of weight matrices in these runs")
-    rows = arms.joined(rows, runs, [c for c in inside.WHO if c != "run_id"])
+    rows = inside.with_runs(rows, runs)
     times = arms.joined(inside.at_times(rows[["run_id", "step", "layer", "value"]], runs), runs, [PLACEMENT])
     depth = int(runs[DEPTH].iloc[0])
     layers = spread_out(depth)
@@ -67,9 +67,9 @@ def draw(data: Results) -> Drawn:
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
     caption = (
         f"Update norm / weight norm of a step, median over the weight matrices of a block and over the seeds, depth "
-        f"{depth}, {len(runs)} runs. Left: by step for some layers, running median of 9 steps; right: by layer, medians "
-        "over up to 9 steps; the end of a diverged run is its last finite steps. Grey: the rule of thumb that 1e-3 is a "
-        f"healthy size.{note}{more}"
+        f"{depth}, {len(runs)} runs. Left: by step for some layers, running median of 9 steps; right: by layer, "
+        "medians over up to 9 steps; the end of a diverged run is its last finite steps. Grey: the rule of thumb that "
+        f"about 1e-3 is a healthy size.{note}{more}"
     )
     table = arms.sort_by_placement(rows, PLACEMENT, "run_id", "step", "layer")
     return Drawn(fig, table[[*inside.WHO, "step", "layer", "value"]], caption)

@@ -57,6 +57,11 @@ def after_blocks(layers: pd.DataFrame, runs: pd.DataFrame, stat: str) -> pd.Data
     return rows.drop_duplicates(["run_id", "step", "layer"], keep="last")[["run_id", "step", "layer", "value"]]
 
 
+def with_runs(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """Rows that have a run_id, with what tells the runs apart (WHO) beside them."""
+    return arms.joined(rows, runs, [c for c in WHO if c != "run_id"])
+
+
 def last_finite(rows: pd.DataFrame) -> pd.Series:
     """run_id -> the last step of which every layer's value is finite."""
     finite = np.isfinite(rows.value).groupby([rows.run_id, rows.step]).all()
