@@ -72,8 +72,9 @@ def draw(data: Results) -> Drawn:
             panel.axhline(UNSAFE, color="#777777", linewidth=1)
             panel.sharey(panels[0, 0])
         left.set_ylabel(f"{arms.placement_name(placement)}\nlargest attention logit")
+        right.sharey(panels[0, 2])
         right.set_ylabel("final validation loss (nats)")
-        panel.tick_params(labelleft=False)
+        middle.tick_params(labelleft=False)
     dress(panels, rates)
     fig.legend(handles=entries(rates, colours, runs), loc="outside lower center", ncols=5)
     caption = (

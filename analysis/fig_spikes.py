@@ -62,7 +62,8 @@ def draw(data: Results) -> Drawn:
     fig, (raster, panel) = plt.subplots(1, 2, figsize=(9.4, tall), width_ratios=(1.7, 1))
     draw_raster(raster, runs, table)
     draw_rates(panel, cells)
-    handles = [
+    handles = list(panel.get_legend_handles_labels()[0])
+    handles += [
         Line2D([], [], marker="|", linestyle="", color="#444444", markersize=8, markeredgewidth=mark_width(h),
                label=f"{h:g} nats high") for h in HEIGHTS
     ]  # fmt: skip
@@ -135,7 +136,7 @@ def draw_rates(panel: Any, cells: pd.DataFrame) -> None:
         reach = np.maximum([mine.rate - mine.rate_low, mine.rate_high - mine.rate], 0)
         colour = figure.colour(placement)
         panel.errorbar(x, mine.rate, reach, fmt="o", color=colour, capsize=2.5, markersize=4, linewidth=1.2,
-                       label=arms.placement_name(placement))  # fmt: skip
+                       clip_on=False, label=arms.placement_name(placement))  # fmt: skip
     for j in range(1, len(depths)):
         panel.axvline(j - 0.5, color="#dddddd", linewidth=0.6)
     panel.set_xticks(range(len(depths)), [str(d) for d in depths])
@@ -144,7 +145,6 @@ def draw_rates(panel: Any, cells: pd.DataFrame) -> None:
     panel.set_ylim(bottom=0)
     panel.set_xlabel("depth (blocks)")
     panel.set_ylabel("loss spikes per 1,000 steps")
-    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,12 @@ import fig_activation
 import fig_batchnorm
 import fig_depth_placement
 import fig_final_norm
+import fig_activation_heatmap
+import fig_angular_distance
+import fig_attention_logits
 import fig_gradient_decay
 import fig_gradient_heatmap
+import fig_gradient_profile
 import fig_hidden_growth
 import fig_init_gradients
 import fig_jacobian
@@ -33,6 +37,9 @@ import fig_spike_sensitivity
 import fig_survival
 import fig_translation_warmup
 import fig_warmup
+import fig_qk_norm
+import fig_spikes
+import fig_update_ratio
 import fig_xiong_depth
 import fig_xiong_gradients
 import fig_xiong_warmup
@@ -52,8 +59,15 @@ FIGURES = (
     fig_residual_ablation,
     fig_final_norm,
     fig_lr_frontier,
+    fig_spikes,
     fig_spike_sensitivity,
     fig_gradient_heatmap,
+    fig_gradient_profile,
+    fig_update_ratio,
+    fig_activation_heatmap,
+    fig_angular_distance,
+    fig_attention_logits,
+    fig_qk_norm,
     fig_xiong_gradients,
     fig_xiong_depth,
     fig_hidden_growth,

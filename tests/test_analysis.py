@@ -28,7 +28,7 @@ from normlab.train import train
 
 # figures that these runs cannot feed: the tests of their own kinds have them
 OTHERS = {"jacobian", "translation_warmup", "warmup", "lr_sensitivity", "residual_ablation", "final_norm", "survival"}
-OTHERS |= {"norm_type", "activation", "precision", "batchnorm", "sine", "norm_cost", "lr_frontier"}
+OTHERS |= {"norm_type", "activation", "precision", "batchnorm", "sine", "norm_cost", "lr_frontier", "qk_norm"}
 OF_TRAINING = [module for module in report.FIGURES if module.STEM not in OTHERS]
 
 
