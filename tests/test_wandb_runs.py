@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import wandb
-from conftest import ROOT, tiny
+from conftest import ROOT, compose, tiny
 from matplotlib.figure import Figure
 
 import arms
@@ -276,17 +276,20 @@ def test_settings_of_another_version_stay_as_they_are(logs):
     assert run.settings["model"]["ffn_ratio"].__class__ is float
 
 
-def test_data_that_is_not_on_this_machine_keeps_the_types(tmp_path):
+@pytest.mark.parametrize("dotted", [False, True], ids=["nested", "dotted"])
+def test_data_that_is_not_on_this_machine_keeps_the_types(dotted, tmp_path):
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "a.py").write_text("x = 1\n" * 9)
-    cfg = tiny(tmp_path, "data=text", f"data.path={tmp_path / 'corpus'}", "~data.vocab", "~data.order")
-    tree = cfg.model_dump(mode="json")
-    flat = pd.json_normalize(tree, max_level=None).iloc[0].to_dict()
-    flat = {key: int(v) if isinstance(v, float) and v.is_integer() else v for key, v in flat.items()}
-    shutil.rmtree(tmp_path / "corpus")
-    typed = wandb_runs._typed(flat)
-    assert typed["data"]["path"] == str(tmp_path / "corpus")
-    assert isinstance(typed["model"]["ffn_ratio"], float)
+    tree = compose("data=text", f"data.path={tmp_path / 'corpus'}", "model.ffn_ratio=2.0").model_dump(mode="json")
+    (tmp_path / "corpus").rmdir()
+    config = json.loads(
+        json.dumps(tree), parse_float=lambda text: int(float(text)) if text.endswith(".0") else float(text)
+    )
+    assert isinstance(config["model"]["ffn_ratio"], int)  # as W&B has it
+    config["optim.lr"] = 7.0  # a sweep's own, beside the section
+    if dotted:
+        config = pd.json_normalize(config).astype(object).iloc[0].to_dict() | {"optim.lr": tree["optim"]["lr"]}
+    assert wandb_runs._typed(config) == tree
+    assert isinstance(wandb_runs._typed(config)["model"]["ffn_ratio"], float)
 
 
 def test_a_run_that_was_killed_is_no_finished_one():
