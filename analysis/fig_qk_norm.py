@@ -78,7 +78,7 @@ def draw(data: Results) -> Drawn:
     dress(panels, rates)
     fig.legend(handles=entries(rates, colours, runs), loc="outside lower center", ncols=5)
     caption = (
-        f"Depth {runs[DEPTH].iloc[0]}, {len(runs)} runs. Left: largest attention logit (scaled score before the softmax) "
+        f"Depth {runs[DEPTH].iloc[0]}, {len(runs)} runs. Left: largest attention logit (score before the softmax) "
         "of any layer at each profile; middle: of each layer, the largest over the profiles; medians over seeds, "
         "darker at higher learning rates. Grey: 1e4, above which every run of Wortsman et al. 2023 diverged. Right: "
         "final loss of each run (marks) and mean over seeds (lines, 95 % bootstrap intervals from three seeds on); a "

@@ -78,8 +78,8 @@ def draw(data: Results) -> Drawn:
     uneven = unlike(runs, others)
     caption = (
         f"Left: a row per run ({len(runs)}), within a band by learning rate (upwards) and seed; a tick is the start of "
-        "a loss spike under the rule that judged the run, its width the spike's height (a loss that is not finite is the "
-        f"widest). Right: spikes per 1,000 steps,{pooled}, with 95 % Poisson intervals, too narrow where spikes come "
+        "a loss spike under the rule that judged the run, its width the spike's height (widest: a loss that is not "
+        f"finite). Right: spikes per 1,000 steps,{pooled}, with 95 % Poisson intervals, too narrow where spikes come "
         "from few of the runs."
         f"{' Cells differ in their settings, so that their rates are not like for like.' if uneven else ''}"
     )

@@ -13,12 +13,12 @@ import pandas as pd
 
 import arms
 import fig_activation
-import fig_batchnorm
-import fig_depth_placement
-import fig_final_norm
 import fig_activation_heatmap
 import fig_angular_distance
 import fig_attention_logits
+import fig_batchnorm
+import fig_depth_placement
+import fig_final_norm
 import fig_gradient_decay
 import fig_gradient_heatmap
 import fig_gradient_profile
@@ -31,15 +31,15 @@ import fig_lr_sensitivity
 import fig_norm_cost
 import fig_norm_type
 import fig_precision
+import fig_qk_norm
 import fig_residual_ablation
 import fig_sine
 import fig_spike_sensitivity
+import fig_spikes
 import fig_survival
 import fig_translation_warmup
-import fig_warmup
-import fig_qk_norm
-import fig_spikes
 import fig_update_ratio
+import fig_warmup
 import fig_xiong_depth
 import fig_xiong_gradients
 import fig_xiong_warmup
