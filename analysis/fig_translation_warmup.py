@@ -89,10 +89,9 @@ def _draw_row(
         panel.set_ylabel(label)
     if one_text:
         references(panels[0], runs, label=False)
-        for line, name in ((runs.h1.iloc[0], "unigram entropy"), (runs.h2.iloc[0], "bigram entropy")):
-            panels[0].annotate(
-                name, (0.99, line), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="#666666", size=7
-            )
+        for line, name, side in ((runs.h1.iloc[0], "unigram", "bottom"), (runs.h2.iloc[0], "bigram", "top")):
+            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": side}
+            panels[0].annotate(f"{name} entropy", (0.99, line), color="#666666", size=7, **place)
     panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
