@@ -103,9 +103,9 @@ def draw_raster(panel: Any, runs: pd.DataFrame, table: pd.DataFrame) -> None:
     colours = runs[PLACEMENT].map(figure.colour)
     panel.hlines(range(len(runs)), 0, runs.steps_done, color=colours, linewidth=0.8, alpha=0.35)
     seen = table.dropna(subset=["start"])
-    row = seen.run_id.map(rows)
+    row = seen.run_id.map(rows).astype(float)  # of no run at all it would be text
     panel.vlines(seen.start, row - 0.45, row + 0.45, color=seen[PLACEMENT].map(figure.colour), zorder=3,
-                 linewidth=seen.height.map(mark_width))  # fmt: skip
+                 linewidth=seen.height.map(mark_width).astype(float))  # fmt: skip
     for verdict, style in ENDS.items():
         mine = runs[runs.verdict == verdict]
         hollow = {"facecolor": "none", "edgecolor": mine[PLACEMENT].map(figure.colour)}
