@@ -12,6 +12,7 @@ from normlab.results import Results
 
 DEPTH, PLACEMENT, WARMUP, DATA = "model.depth", "model.placement", "optim.warmup_steps", "data"
 
+MOST_ROWS = 12_000_000  # of layer statistics: about 1 GB
 _BATCH = ("data.batch_size", "data.batch_tokens")
 _ORDER = {placement: i for i, placement in enumerate(PLACEMENTS)}
 
@@ -41,7 +42,7 @@ def load(paths: Iterable[str | Path], *, once: bool = True) -> Results:
     source's name and the start of its hash, in place of the settings that lead to it. once=False keeps a run in every
     study that has it, for whoever looks at one study at a time.
     """
-    data = results.load(paths)
+    data = results.load(paths, most_rows=MOST_ROWS)
     if data.runs.empty:
         return data
     runs = data.runs.copy()

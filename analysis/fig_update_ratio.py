@@ -67,7 +67,7 @@ def draw(data: Results) -> Drawn:
     fig.legend(handles=handles, loc="outside lower center", ncols=5)
     caption = (
         f"Update norm / weight norm of a step, median over the weight matrices of a block and over the seeds, depth "
-        f"{depth}, {len(runs)} runs. Left: by step for some layers, running median of 9 steps; right: by layer, "
+        f"{depth}, {len(runs)} runs. Left: by step for some layers, running median of up to 9 steps; right: by layer, "
         "medians over up to 9 steps; the end of a diverged run is its last finite steps. Grey: the rule of thumb that "
         f"about 1e-3 is a healthy size.{note}{more}"
     )
@@ -84,7 +84,9 @@ def over_steps(panel: Any, rows: pd.DataFrame, colours: dict[int, Any]) -> None:
     for layer, colour in colours.items():
         mine = rows[(rows.layer == layer) & np.isfinite(rows.value) & (rows.value > 0)]
         middle = mine.groupby("step").value.median()
-        panel.plot(middle.index, middle.rolling(9, center=True, min_periods=1).median(), color=colour, linewidth=1.3)
+        window = max(1, 9 // inside.spacing(mine)) if len(mine) else 1
+        smooth = middle.rolling(window, center=True, min_periods=1).median()
+        panel.plot(middle.index, smooth, color=colour, linewidth=1.3)
 
 
 def over_layers(panel: Any, times: pd.DataFrame) -> None:

@@ -68,16 +68,22 @@ def last_finite(rows: pd.DataFrame) -> pd.Series:
     return finite[finite].reset_index().groupby("run_id").step.max()
 
 
+def spacing(rows: pd.DataFrame) -> int:
+    """Steps from one row of a run to the next: 1, or more where a large study was thinned."""
+    steps = np.sort(rows.step.unique())
+    return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+
+
 def at_times(rows: pd.DataFrame, runs: pd.DataFrame, when: Sequence[str] = WHEN) -> pd.DataFrame:
     """Every-step rows (run_id, step, layer, value) at some times of each run: run_id, time, layer, value.
 
     start: step 0. 10 %, 50 %: of the planned steps. end: up to the last finite step, so that a diverged run has one.
-    Later times are medians over up to 9 steps, a single batch's gradient being noisy. A run that ended before a time
-    has no row there.
+    Later times are medians over up to 9 steps, a single batch's gradient being noisy, or over those that are there. A
+    run that ended before a time has no row there.
     """
     rows = rows.merge(runs[["run_id", "steps"]], on="run_id")
     end = rows.run_id.map(last_finite(rows))
-    half = (rows.steps // 20).clip(upper=4)
+    half = (rows.steps // 20).clip(upper=4).clip(lower=spacing(rows) // 2)
     parts = []
     for time in when:
         if time == "end":

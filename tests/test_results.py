@@ -9,6 +9,7 @@ import pytest
 from conftest import tiny
 
 from normlab import probe, results, store
+from normlab.meter import STATS
 from normlab.tensors import TensorId
 
 
@@ -125,3 +126,16 @@ def test_loading_twice_gives_the_same_order(study):
     one, two = results.load(study), results.load([study])
     assert one.runs.run_id.tolist() == two.runs.run_id.tolist() == sorted(one.runs.run_id)
     pd.testing.assert_frame_equal(one.layers, two.layers)
+
+
+def test_of_a_large_study_the_statistics_of_every_step_are_read_at_some_steps(study):
+    whole = results.load(study)
+    some = results.load(study, most_rows=len(whole.layers) // 3)
+    (told,) = [note for note in some.runs.attrs["skipped"] if "layer rows" in note]
+    every = int(told.split("at each ")[1].split("th")[0])
+    assert every > 1
+    often = whole.layers.stat.isin(STATS)
+    kept = whole.layers[~often | (whole.layers.step % every == 0)]
+    pd.testing.assert_frame_equal(some.layers.reset_index(drop=True), kept.reset_index(drop=True))
+    pd.testing.assert_frame_equal(some.steps, whole.steps)
+    assert results.load(study, most_rows=len(whole.layers)).runs.attrs["skipped"] == whole.runs.attrs["skipped"]

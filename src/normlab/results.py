@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
 from normlab import wandb_runs
+from normlab.meter import STATS
 from normlab.store import LAYERS_SCHEMA, read_record
 from normlab.wandb_runs import WandbRun
 
@@ -31,7 +33,7 @@ class Results(NamedTuple):
     layers: pd.DataFrame
 
 
-def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Results:
+def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True, most_rows: int | None = None) -> Results:
     """Read every run below the given study or run folders, in the order of study and run id.
 
     A folder without run folders is searched for offline W&B logs (offline-run-*/), and wandb://ENTITY/PROJECT[/STUDY]
@@ -40,22 +42,34 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Re
     What cannot be read whole is left out and named with the reason in runs.attrs["skipped"]. Runs of every status are
     returned; filter on `status` before drawing a conclusion. Raises FileNotFoundError naming a path that is not there,
     and ConnectionError where W&B does not answer. layers=False skips the layer tables (and returns an empty one).
+    most_rows: where the layer tables have more, what they hold for every step (meter.STATS) is read at each k-th step
+    alone, which runs.attrs["skipped"] says too.
     """
+    whole: list[tuple[str, dict[str, Any], pd.DataFrame, list[Path], str]] = []
     runs, steps, tables = [], [], []
     skipped: list[str] = []
+    count = 0
     for where, read, note in _found([paths] if isinstance(paths, str | Path) else paths, layers):
         try:
             row, mine, parts = read()
-            who = {"run_id": row["run_id"], "study": row["study"]}
-            mine, read_parts = mine.assign(**who), [_read_layers(part, who) for part in parts]
+            count += sum(pq.read_metadata(part).num_rows for part in parts)
+            whole.append((where, row, mine.assign(run_id=row["run_id"], study=row["study"]), parts, note))
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-            skipped.append(f"{where}: {' '.join(str(error).split()) or type(error).__name__}")
+            skipped.append(_why(where, error))
+    every = -(-count // most_rows) if most_rows else 1
+    for where, row, mine, parts, note in whole:
+        try:
+            read_parts = [_read_layers(part, {"run_id": row["run_id"], "study": row["study"]}, every) for part in parts]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            skipped.append(_why(where, error))
             continue
         runs.append(row)
         steps.append(mine)
         tables += read_parts
         skipped += [f"{where}: {note}"] if note else []
     run_table = pd.DataFrame(runs)
+    if every > 1:
+        skipped.append(f"{count / 1e6:.0f} million layer rows: those of every step are shown at each {every}th step")
     run_table.attrs["skipped"] = skipped
     empty_layers = pd.DataFrame(columns=[*LAYERS_SCHEMA.names, "run_id", "study"])
     return Results(
@@ -63,6 +77,10 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True) -> Re
         pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=[*STEP_COLUMNS, "run_id", "study"]),
         _typed_layers(pa.concat_tables(tables).unify_dictionaries().to_pandas() if tables else empty_layers),
     )
+
+
+def _why(where: str, error: Exception) -> str:
+    return f"{where}: {' '.join(str(error).split()) or type(error).__name__}"
 
 
 def _found(paths: Iterable[str | Path], layers: bool) -> Iterator[tuple[str, Callable[[], Whole], str]]:
@@ -152,10 +170,16 @@ def _step_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return table.astype({"step": "int64"})
 
 
-def _read_layers(path: Path, who: dict[str, str]) -> pa.Table:
-    """A part of the layer table with the run's names beside it; text columns as dictionaries."""
+def _read_layers(path: Path, who: dict[str, str], every: int = 1) -> pa.Table:
+    """A part of the layer table with the run's names beside it; text columns as dictionaries.
+
+    every: keep the statistics of every step at each such step.
+    """
     with pq.ParquetFile(path, read_dictionary=list(_TEXT)) as part:
         table = part.read()
+    if every > 1:
+        of_profiles = pc.invert(pc.is_in(table["stat"].cast("string"), pa.array(STATS)))
+        table = table.filter(pc.or_(of_profiles, pa.array(table["step"].to_numpy() % every == 0)))
     for name, value in who.items():
         table = table.append_column(name, pa.repeat(value, len(table)).dictionary_encode())
     return table
