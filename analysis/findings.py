@@ -4,9 +4,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+import estimates
 import fig_gradient_decay
 import fig_hidden_growth
 import fig_jacobian
+import fig_lr_frontier
 import fig_xiong_depth
 from arms import (
     DATA,
@@ -76,7 +78,7 @@ def _interval(values: pd.Series) -> str:
 def sentences(data: Results) -> list[str]:
     """The findings that these runs support, each with its numbers and n."""
     found = _by_depth(data.runs) + _warmup(data.runs)
-    for part in (_slopes, _growth, _decay, _jacobian):
+    for part in (frontier, _slopes, _growth, _decay, _jacobian):
         try:
             found += part(data)
         except Missing:
@@ -131,6 +133,26 @@ def _warmup(runs: pd.DataFrame) -> list[str]:
             f"Warm-up of {longest} steps, {placement_name(str(placement))} at depth {depth}: {effect} "
             f"(paired, n = {len(change)}); verdicts changed: {verdicts}."
         )
+    return found
+
+
+def frontier(data: Results) -> list[str]:
+    """How the largest stable learning rate goes with depth: LR50 by depth, and the exponent over each seed's rates."""
+    table = fig_lr_frontier.measured(data).table
+    found = []
+    for arm, cells in table.groupby("arm", sort=False):
+        cells = cells.sort_values(DEPTH)
+        if len(cells) < 2:
+            continue
+        told = [f"{c.lr50:.3g} [{c.low:.3g}, {c.high:.3g}] at depth {c[DEPTH]}" for _, c in cells.iterrows()]
+        rates = pd.DataFrame({c[DEPTH]: {s: b.stable for s, b in c.boundaries.items()} for _, c in cells.iterrows()})
+        whole = np.log(rates.dropna().astype(float))
+        fitted = [np.polyfit(np.log(whole.columns.astype(float)), row, 1)[0] for row in whole.to_numpy()]
+        exponent = estimates.mean(fitted)
+        power = f"; the seeds' largest stable rates go as depth^{exponent.told('{:+.2f}')}" if fitted else ""
+        lost = len(rates) - len(whole)
+        without = f" ({lost} of {len(rates)} seeds have a depth without a stable rate)" if lost else ""
+        found.append(f"LR50 of {arm}: {', '.join(told)}{power}{without}.")
     return found
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 import arms
 import claims
 import figure
+import findings
 import report
 from arms import Missing
 from normlab.results import Results
@@ -81,6 +82,8 @@ def section(name: str, told: list[str], data: Results, out: Path) -> list[str]:
     """One study: question, command, how its runs ended, figures."""
     question, command = [*told, "", ""][:2]
     parts = [f"## {name}", question, f"`{command.split('  ')[0]}`: {outcome(data.runs)}"]
+    if name == "lr_frontier":
+        parts += ["\n".join(f"- {sentence}" for sentence in findings.frontier(data))]
     modules = {module.STEM: module for module in report.FIGURES}
     for stem in (name, *ALSO.get(name, ())):
         if stem not in modules:
