@@ -24,6 +24,7 @@ from arms import (
     varying,
     with_arms,
 )
+from estimates import interquartile_mean
 from normlab.results import Results
 from normlab.theory import LAST_FFN_SLOPE
 
@@ -44,12 +45,14 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         return table.rename(columns={DEPTH: "depth", PLACEMENT: "placement"}).round(3)
     named = with_arms(trained)
     rest = short_names([k for k in varying(trained) if k not in {PLACEMENT, WARMUP}])
+    several = named.groupby([DEPTH, "arm"]).size().max() >= 4
     rows = []
     for (depth, _), group in named.groupby([DEPTH, "arm"], sort=True):
         diverged = group.verdict == "diverged"
         losses = group.final_val_loss.where(~diverged, group.init_val_loss)
         counts = group.verdict.value_counts()
         first = group.iloc[0]
+        middle = interquartile_mean(losses).told().rpartition(",")[0] if len(group) >= 4 else ""
         scores = group.get("test_bleu", pd.Series(dtype=float)).dropna().astype(float)
         rows.append(
             {
@@ -59,6 +62,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
                 **{name: first[key] for key, name in rest.items()},
                 "verdict": counts.index[0] if len(counts) == 1 else ", ".join(f"{n} {v}" for v, n in counts.items()),
                 "final val loss": "diverged" if diverged.all() else f"{losses.mean():.3f}{_interval(losses)}",
+                **({"interquartile mean": middle} if several else {}),
                 **({} if scores.empty else {"test BLEU": f"{scores.mean():.2f}{_interval(scores)}"}),
                 "diverged": f"{diverged.sum()}/{len(group)}",
                 "spikes": int(group.spike_count.sum()),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 import arms
+import claims
 import fig_activation
 import fig_activation_heatmap
 import fig_angular_distance
@@ -94,6 +95,7 @@ figcaption, .note {{ color: #555; font-size: .9rem; }}
 table {{ border-collapse: collapse; font-size: .9rem; }} .scroll {{ overflow-x: auto; }}
 th, td {{ padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid #e2e2e2; white-space: nowrap; }}
 th.text, td.text {{ text-align: left; }}
+td.wide {{ white-space: normal; min-width: 16rem; vertical-align: top; }}
 td.bad {{ color: #a33b00; font-weight: 600; }}
 li {{ margin: .3rem 0; }}
 </style></head><body>
@@ -110,17 +112,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=figure.ROOT / "report", help="default: report/")
     options = parser.parse_args()
     try:
-        data = arms.load(options.runs)
+        every = arms.load(options.runs, once=False)
     except (FileNotFoundError, ConnectionError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
+    data = arms.counted_once(every)
     if data.runs.empty:
         print(f"report.py: no run with a readable record below {', '.join(options.runs)}", file=sys.stderr)
         return 2
     name = options.name or Path(options.runs[0]).resolve().name
     page = options.out / name / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(write(data, name, options.figures))
+    page.write_text(write(data, name, options.figures, every))
 
     for sentence in findings.sentences(data):
         print(f"- {sentence}")
@@ -128,8 +131,8 @@ def main() -> int:
     return 0
 
 
-def write(data: Results, name: str, figures: Path) -> str:
-    """Draw what can be drawn into `figures`, and return the page."""
+def write(data: Results, name: str, figures: Path, every: Results | None = None) -> str:
+    """Draw what can be drawn into `figures`, and return the page. every: with runs that are in several studies."""
     parts = [
         f"<h1>normlab report: {html.escape(name)}</h1>",
         f'<p class="note">{html.escape(provenance(data.runs))}</p>',
@@ -139,6 +142,10 @@ def write(data: Results, name: str, figures: Path) -> str:
     parts += ["</ul>", "<h2>Runs</h2>", table(findings.summary(data.runs))]
     if (data.runs.get("verdict") == "diverged").any():
         parts += ['<p class="note">A diverged seed enters a mean with its loss at initialisation.</p>']
+    ledger = claims.ledger(every or data)
+    measured = ledger[ledger.verdict != "not measured"]
+    if len(measured):
+        parts += [f"<h2>Claims: {len(measured)} of {len(ledger)} are measured by these runs</h2>", claimed(measured)]
     missing = []
     for module in FIGURES:
         title = (module.__doc__ or "").splitlines()[0]
@@ -175,6 +182,24 @@ def table(summary: pd.DataFrame) -> str:
         styles = texts | ({"verdict": ' class="text bad"'} if bad else {})
         cells = [f"<td{styles.get(str(c), '')}>{html.escape(str(v))}</td>" for c, v in row.items()]
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
+
+
+def claimed(ledger: pd.DataFrame) -> str:
+    """The ledger's rows as HTML: claim and rule, verdict, number."""
+    rows = []
+    for _, row in ledger.iterrows():
+        name = row.figure.removeprefix("fig_")
+        told = [row.id, row.claim, row.verdict, claims.number_told(row), row.note]
+        who, claim, verdict, number, note = (html.escape(str(t)) for t in told)
+        link = f'<a href="#{name}">{who}</a>' if name else who
+        bad = " bad" if verdict == "contradicted" else ""
+        rows.append(
+            f'<tr><td class="text">{link}</td><td class="text wide">{claim}<br><span class="note">Rule: '
+            f'{html.escape(row.rule)}</span></td><td class="text{bad}">{verdict}</td>'
+            f'<td class="text wide">{number}<br><span class="note">{note}</span></td></tr>'
+        )
+    heads = "".join(f'<th class="text">{h}</th>' for h in ("", "claim", "verdict", "number"))
     return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
 
 
