@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-# Studies in the order of their cost; the first three have doors of their own.
+# Studies that train.py runs; jacobian, norm_cost and lr_frontier have doors of their own.
 STUDIES := final_norm batchnorm sine precision qk_norm activation norm_type warmup residual_ablation lr_sensitivity \
            depth_placement init_gradients
 

@@ -153,7 +153,7 @@ def references(panel: Any, runs: pd.DataFrame, label: bool) -> None:
     for line, name in zip((runs.h1.iloc[0], runs.h2.iloc[0]), names, strict=True):
         panel.axhline(line, color="#888888", linewidth=0.8)
         if label:
-            place = {"xycoords": ("axes fraction", "data"), "va": "center"}
+            place = {"xycoords": ("axes fraction", "data"), "va": "bottom" if name == names[0] else "top"}
             panel.annotate(name, (1.01, line), fontsize=7.5, color="#555555", **place)
 
 

@@ -34,7 +34,7 @@ def table_of(data: Results) -> tuple[pd.DataFrame, str]:
 
 def draw(data: Results) -> Drawn:
     table, left_out = table_of(data)
-    skipped = SKIPPED in table and table[SKIPPED].notna().any()
+    skipped = SKIPPED in table and ("fp16" in set(table[KEY]) or (table[SKIPPED].astype(float) > 0).any())
     cells = table[[PLACEMENT, NORM]].drop_duplicates().sort_values(NORM)
     cells = arms.sort_by_placement(cells, PLACEMENT, NORM)
     order = [p for p in ORDER if p in set(table[KEY])] + sorted(set(table[KEY]) - set(ORDER))

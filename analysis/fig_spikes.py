@@ -88,7 +88,7 @@ def draw(data: Results) -> Drawn:
 
 def unlike(runs: pd.DataFrame, keys: list[str]) -> bool:
     """Whether cells (depth x placement) were run at different settings of `keys`."""
-    told = runs[keys].astype(str).agg(", ".join, axis=1) if keys else pd.Series("", runs.index)
+    told = runs[keys].map(str).agg(", ".join, axis=1) if keys else pd.Series("", runs.index)
     return told.groupby([runs[DEPTH], runs[PLACEMENT]]).agg(lambda cell: tuple(sorted(cell.unique()))).nunique() > 1
 
 

@@ -443,4 +443,4 @@ def test_a_run_started_again_leaves_one_offline_record(tmp_path):
     (file,) = offline_records(tmp_path)
     found = inspect(file)
     assert [(row["item"]["x"], row["item"]["y"]) for row in found["history"]] == [(2, "NaN")]
-    assert merged([found["run"][0]["config"]])["a.b"] is None
+    assert merged([found["run"][0]["config"]])["a"]["b"] is None

@@ -156,7 +156,7 @@ def csv_files(monkeypatch, tmp_path) -> Callable[[results.Results], dict[str, by
     def drawn(read: results.Results) -> dict[str, bytes]:
         files = {}
         with monkeypatch.context() as patch:
-            patch.setattr(results, "load", lambda _: read)
+            patch.setattr(results, "load", lambda *_, **__: read)
             data = arms.load([])
         for module in report.FIGURES:
             try:

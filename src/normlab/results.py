@@ -1,7 +1,7 @@
 """What analysis reads: runs as three tables, from their folders or from W&B."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from normlab.store import LAYERS_SCHEMA, read_record
 from normlab.wandb_runs import WandbRun
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times faster, where PyYAML was built with libyaml
-Whole = tuple[dict[str, Any], pd.DataFrame, list[Path]]  # a run's row, its steps, its layers/*.parquet
+Whole = tuple[dict[str, Any], pd.DataFrame, Sequence[Path | pa.Table]]  # a run's row, steps, parts of its layers
 _TEXT = ("stack", "site", "tensor", "stat")
 STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
 
@@ -44,14 +44,14 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True, most_
     most_rows: where the layer tables have more, what they hold for every step (meter.STATS) is read at each k-th step
     alone, which runs.attrs["skipped"] says too.
     """
-    whole: list[tuple[str, dict[str, Any], pd.DataFrame, list[Path], str]] = []
+    whole: list[tuple[str, dict[str, Any], pd.DataFrame, Sequence[Path | pa.Table], str]] = []
     runs, steps, tables = [], [], []
     skipped: list[str] = []
     count = 0
     for where, read, note in _found([paths] if isinstance(paths, str | Path) else paths, layers):
         try:
             row, mine, parts = read()
-            count += sum(pq.read_metadata(part).num_rows for part in parts)
+            count += sum(len(p) if isinstance(p, pa.Table) else pq.read_metadata(p).num_rows for p in parts)
             whole.append((where, row, mine.assign(run_id=row["run_id"], study=row["study"]), parts, note))
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             skipped.append(_why(where, error))
@@ -132,7 +132,8 @@ def _of_folder(folder: Path, layers: bool) -> Whole:
 def _of_wandb(run: WandbRun) -> Whole:
     if not run.record:
         raise ValueError(run.note)
-    return _run_row(run.settings, run.record, run.where), _step_table(run.rows), run.parts
+    parts = [_read_part(part) for part in run.parts]  # which are gone once the next run is asked for
+    return _run_row(run.settings, run.record, run.where), _step_table(run.rows), parts
 
 
 def _run_row(settings: dict[str, Any], record: dict[str, Any], path: str) -> dict[str, Any]:
@@ -169,13 +170,12 @@ def _step_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return table.astype({"step": "int64"})
 
 
-def _read_layers(path: Path, who: dict[str, str], every: int = 1) -> pa.Table:
+def _read_layers(part: Path | pa.Table, who: dict[str, str], every: int) -> pa.Table:
     """A part of the layer table with the run's names beside it; text columns as dictionaries.
 
     every: keep the statistics of every step at each such step.
     """
-    with pq.ParquetFile(path, read_dictionary=list(_TEXT)) as part:
-        table = part.read()
+    table = part if isinstance(part, pa.Table) else _read_part(part)
     if every > 1:
         stat = table["stat"].combine_chunks()
         often = np.isin(stat.dictionary.to_pylist(), STATS)[stat.indices.to_numpy()]
@@ -183,6 +183,11 @@ def _read_layers(path: Path, who: dict[str, str], every: int = 1) -> pa.Table:
     for name, value in who.items():
         table = table.append_column(name, pa.repeat(value, len(table)).dictionary_encode())
     return table
+
+
+def _read_part(path: Path) -> pa.Table:
+    with pq.ParquetFile(path, read_dictionary=list(_TEXT)) as part:
+        return part.read()
 
 
 def _typed_layers(table: pd.DataFrame) -> pd.DataFrame:
