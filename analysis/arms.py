@@ -154,6 +154,12 @@ def _told(key: str, value: Any) -> str:
     return _WORDS[key](value) if key in _WORDS else f"{key.split('.')[-1]} {value}"
 
 
+def deepest(runs: pd.DataFrame) -> int:
+    """The largest depth at which there are the most placements, so that one placement alone does not choose it."""
+    placements = runs.groupby(DEPTH)[PLACEMENT].nunique()
+    return int(placements.index[placements == placements.max()].max())
+
+
 def loss_unit(runs: pd.DataFrame) -> str:
     """What losses of these runs are in."""
     return "mean squared error" if set(runs["data.name"]) == {"sine"} else "nats"

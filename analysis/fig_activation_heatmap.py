@@ -29,7 +29,7 @@ def measured(layers: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 def draw(data: Results) -> Drawn:
     runs, note = inside.one_setting(data)
-    runs = runs[runs[DEPTH] == runs[DEPTH].max()]
+    runs = runs[runs[DEPTH] == arms.deepest(runs)]
     placements, more = inside.few_placements(runs)
     runs = arms.sort_by_placement(runs[runs[PLACEMENT].isin(placements)], PLACEMENT, "seed")
     rows = measured(data.layers, runs.drop_duplicates(PLACEMENT))

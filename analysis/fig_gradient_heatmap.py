@@ -24,7 +24,7 @@ def per_layer(layers: pd.DataFrame) -> pd.DataFrame:
 
 def draw(data: Results) -> Drawn:
     runs = arms.with_arms(arms.trained(data))
-    runs = runs[runs[DEPTH] == runs[DEPTH].max()]
+    runs = runs[runs[DEPTH] == arms.deepest(runs)]
     runs = runs.sort_values("seed").drop_duplicates("arm")
     runs = arms.sort_by_placement(runs, PLACEMENT, WARMUP)
     left_out = max(0, len(runs) - MOST_PANELS)

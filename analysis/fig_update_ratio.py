@@ -37,7 +37,7 @@ def spread_out(depth: int) -> list[int]:
 
 def draw(data: Results) -> Drawn:
     runs, note = inside.one_setting(data)
-    runs = runs[runs[DEPTH] == runs[DEPTH].max()]
+    runs = runs[runs[DEPTH] == arms.deepest(runs)]
     placements, more = inside.few_placements(runs)
     runs = arms.sort_by_placement(runs[runs[PLACEMENT].isin(placements)], PLACEMENT, "seed")
     rows = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])

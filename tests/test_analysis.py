@@ -385,3 +385,10 @@ def test_every_architecture_and_placement_has_figures(tmp_path):
     assert "parallel" in page
     assert "resi_dual" in page
     assert "could not be drawn" not in page
+
+
+def test_a_depth_of_one_placement_alone_is_not_the_one_to_show():
+    depths = {"pre": [6, 24, 96], "post": [6, 24]}
+    runs = pd.DataFrame([{PLACEMENT: p, DEPTH: d} for p, mine in depths.items() for d in mine])
+    assert arms.deepest(runs) == 24
+    assert arms.deepest(runs[runs[PLACEMENT] == "pre"]) == 96
