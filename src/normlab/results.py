@@ -51,7 +51,7 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True, most_
     for where, read, note in _found([paths] if isinstance(paths, str | Path) else paths, layers):
         try:
             row, mine, parts = read()
-            count += sum(len(p) if isinstance(p, pa.Table) else pq.read_metadata(p).num_rows for p in parts)
+            count += sum(pq.read_metadata(p).num_rows if isinstance(p, Path) else len(p) for p in parts)
             whole.append((where, row, mine.assign(run_id=row["run_id"], study=row["study"]), parts, note))
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             skipped.append(_why(where, error))
@@ -175,7 +175,7 @@ def _read_layers(part: Path | pa.Table, who: dict[str, str], every: int) -> pa.T
 
     every: keep the statistics of every step at each such step.
     """
-    table = part if isinstance(part, pa.Table) else _read_part(part)
+    table = _read_part(part) if isinstance(part, Path) else part
     if every > 1:
         stat = table["stat"].combine_chunks()
         often = np.isin(stat.dictionary.to_pylist(), STATS)[stat.indices.to_numpy()]
