@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-import arms
+from arms import Missing
 from estimates import Estimate
 from normlab.results import Results
 
@@ -67,7 +67,7 @@ def both(*verdicts: Name) -> Name:
 
 
 def of_study(data: Results, study: str) -> Results:
-    """The runs of the named study where it is among them, else all of them, each once."""
-    if "study" in data.runs and (data.runs.study == study).any():
-        return Results(*(table[table.study == study] for table in data))
-    return arms.counted_once(data)
+    """The runs of the named study alone: a rule is made for its grid, and others would confound it. Raises Missing."""
+    if data.runs.empty or not (data.runs.study == study).any():
+        raise Missing(f"needs runs of the study {study}")
+    return Results(*(table[table.study == study] for table in data))

@@ -190,6 +190,14 @@ def test_leaving_out_any_one_run_changes_n_and_breaks_nothing(agreed):
         assert all(found.n[i] == agreed.n[i] - 1 or found.verdict[i] == "not measured" for i in affected)
 
 
+def test_runs_of_another_study_are_no_evidence():
+    data = textbook()
+    strangers = Results(*(table.assign(study="mine") for table in data))
+    assert set(claims.ledger(strangers).verdict) - {"not measured"} <= {"supported"}  # B17, of counts
+    found = claims.ledger(strangers).set_index("id")
+    assert found.note["B9"] == "needs runs of the study depth_placement"
+
+
 def test_an_interval_decides():
     wide, high, low = Estimate(0, -1, 1, 3), Estimate(2, 1, 3, 3), Estimate(-2, -3, -1, 3)
     assert [rules.above(e, 0) for e in (wide, high, low)] == ["inconclusive", "supported", "contradicted"]
