@@ -23,9 +23,7 @@ TRAINING = ("loss_curves", "survival", "spikes", "gradient_heatmap", "gradient_p
 INSIDE = ("activation_heatmap", "attention_logits", "angular_distance")
 ALSO = {
     "depth_placement": (*TRAINING, *INSIDE),
-    "init_gradients": ("hidden_growth", "gradient_decay"),
-    "norm_type": ("norm_cost",),
-    "warmup": ("xiong_warmup",),
+    "warmup": ("xiong_warmup", "hidden_growth"),
 }
 CSV_LIMIT = 300_000  # bytes; a larger table stays with the runs that it came from
 
