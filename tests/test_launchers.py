@@ -138,7 +138,7 @@ def test_four_jobs_end_as_they_are_and_the_launch_tells(four, launcher):
     for rate, (folder, record) in records.items():
         told = wandb_record(folder)
         assert (told["run_id"], told["state"]) == (record["run_id"], record["status"])
-        assert told["config"]["optim.lr"] == rate
+        assert told["config"]["optim"]["lr"] == rate
         assert told["summary"].get("verdict") == record.get("verdict")
     verdict = records[0.001][1]["verdict"]
     for line in (r"4 jobs:", r"  failed +2", rf"  finished, {verdict} +1", r"  finished, diverged +1"):
