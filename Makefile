@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	$(PY) experiments/train.py +sweeps=demo model.placement=pre && wait $$other
 	$(PY) analysis/report.py runs/demo runs/init_profile runs/xiong_depth
 
-# Every study at scale=cpu, about an hour on two cores, and docs/studies.md from them. What is finished is not run again.
+# Every study at scale=cpu, and docs/studies.md from them. What is finished is not run again.
 studies: export OMP_NUM_THREADS = 1
 studies: $(VENV)/.installed
 	for study in $(STUDIES); do \

@@ -15,6 +15,7 @@ from estimates import LR
 from figure import Drawn
 from normlab.results import Results
 
+ESTIMATED = ("study", "run_id", LR, "seed", "verdict", "loss", "mean", "low", "high", "n")  # a run and its cell
 BEST, SAME = "best rate", "same rate"
 COLOURS = {BEST: figure.PALETTE[0], SAME: figure.PALETTE[2]}
 BAD = figure.PALETTE[1]  # diverged
@@ -137,22 +138,7 @@ def draw(data: Results, key: str, reference: str, known: Iterable[str], about: s
         f"Final validation loss by {key} {both if len(ats) > 1 else 'at one learning rate'}; {CONTRAST} with "
         f"{reference}, {AXIS} {ESTIMATES}{about}{left_out}"
     )
-    columns = [
-        "study",
-        "run_id",
-        "at",
-        PLACEMENT,
-        DEPTH,
-        key,
-        LR,
-        "seed",
-        "verdict",
-        "loss",
-        "mean",
-        "low",
-        "high",
-        "n",
-    ]
+    columns = [*ESTIMATED[:2], "at", PLACEMENT, DEPTH, key, *ESTIMATED[2:]]
     columns += ["diverged", "difference", "difference_mean", "difference_low", "difference_high", "difference_n"]
     table = table.sort_values(["at", PLACEMENT, key, "seed"], ignore_index=True)
     return Drawn(fig, table[columns], caption)

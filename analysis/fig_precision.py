@@ -9,7 +9,6 @@ import choices
 import estimates
 import figure
 from arms import DEPTH, PLACEMENT
-from estimates import LR
 from figure import Drawn
 from normlab.results import Results
 
@@ -78,22 +77,7 @@ def draw(data: Results) -> Drawn:
         "Final validation loss by precision; share of runs with the verdict stable, with Clopper-Pearson's 95 % "
         f"interval; {choices.CONTRAST} with {REFERENCE}, {choices.AXIS} {choices.ESTIMATES}{counted}{left_out}"
     )
-    columns = [
-        "study",
-        "run_id",
-        PLACEMENT,
-        NORM,
-        DEPTH,
-        KEY,
-        LR,
-        "seed",
-        "verdict",
-        "loss",
-        "mean",
-        "low",
-        "high",
-        "n",
-    ]
+    columns = [*choices.ESTIMATED[:2], PLACEMENT, NORM, DEPTH, KEY, *choices.ESTIMATED[2:]]
     columns += ["diverged", "stable", "stable_low", "stable_high", "difference", "difference_mean", "difference_low"]
     columns += ["difference_high", "difference_n", *([SKIPPED] if skipped else [])]
     return Drawn(fig, table.sort_values([PLACEMENT, NORM, KEY, "seed"], ignore_index=True)[columns], caption)

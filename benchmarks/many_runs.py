@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from normlab import cli, results, store
+from normlab import composing, results, store
 from normlab.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ def make(folder: Path) -> None:
     real = []
     for placement, lr in ARMS:
         overrides = [*TINY, f"model.placement={placement}", f"optim.lr={lr}", f"runs_dir={folder}", "study=many"]
-        real.append(folder / "many" / train(cli.compose(ROOT, overrides))["run_id"])
+        real.append(folder / "many" / train(composing.config(ROOT, overrides))["run_id"])
     for number in range(len(real), RUNS):
         original = real[number % len(real)]
         copy = folder / "many" / f"{number:010x}"

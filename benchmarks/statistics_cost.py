@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import wandb
 
-from normlab import cli, data, optim, store
+from normlab import composing, data, optim, store
 from normlab.config import Config
 from normlab.init import initialise
 from normlab.journal import Journal
@@ -103,7 +103,7 @@ class WandbWatch(Bare):
 
 def measure(depth: int, folder: Path) -> list[float]:
     """Median step seconds of the bare arm, then the medians of the paired ratios of the two others."""
-    cfg = cli.compose(ROOT, ["data=markov", f"model.depth={depth}", "log=disabled"])
+    cfg = composing.config(ROOT, ["data=markov", f"model.depth={depth}", "log=disabled"])
     (folder / "own").mkdir(parents=True)
     (folder / "wandb").mkdir()
     arms = [Bare(cfg), Watched(cfg, folder / "own"), WandbWatch(cfg, folder / "wandb")]
@@ -117,7 +117,7 @@ def measure(depth: int, folder: Path) -> list[float]:
 
 def profile_seconds(depth: int) -> float:
     """Of one full profile over the default number of batches."""
-    cfg = cli.compose(ROOT, ["data=markov", f"model.depth={depth}"])
+    cfg = composing.config(ROOT, ["data=markov", f"model.depth={depth}"])
     source = data.load(cfg.data)
     model = build(cfg.model, source.vocab)
     initialise(model, cfg.model, seed=0)

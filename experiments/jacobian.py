@@ -14,10 +14,10 @@ from typing import Any
 
 import pandas as pd
 import torch
-from hydra.errors import HydraException
 
-from normlab import cli, jacobian, store, task
-from normlab.config import Config, load
+from normlab import door, jacobian, store, task
+from normlab.config import Config
+from normlab.door import asked
 from normlab.explain import ConfigError
 from normlab.init import calibrate, initialise
 from normlab.model import build
@@ -30,15 +30,7 @@ NUMBERS = ["identity", "distance", "growth", "spread"]
 
 def main(arguments: list[str]) -> int:
     """Measure every config of the sweep and print a table. Exit status 2 for the user's mistake, told in one line."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return 0
-    os.environ["NORMLAB_CWD"] = str(Path.cwd())
-    try:
-        cfgs = configs([a for a in arguments if a not in {"-m", "--multirun"}])
-    except (ConfigError, HydraException) as error:
-        print(f"jacobian.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    cfgs = asked("jacobian.py", __doc__, arguments, configs)
     records = []
     spawn = multiprocessing.get_context("spawn")
     # models this small do best with one thread each
@@ -57,12 +49,7 @@ def main(arguments: list[str]) -> int:
 
 def configs(overrides: list[str]) -> list[Config]:
     """One config for each combination of the listed choices. Raises ConfigError."""
-    if any(override.lstrip("+").startswith("steps=") for override in overrides):
-        raise ConfigError("steps: the Jacobian is taken at initialisation; experiments/train.py trains")
-    chosen = any(override.startswith("+sweeps=") for override in overrides)
-    sweep = ["steps=0"] if chosen else ["steps=0", "+sweeps=jacobian"]
-    with cli._conf(ROOT):
-        cfgs = [load(cli._compose(job)) for job in cli.expand([*sweep, *overrides], multirun=True)]
+    cfgs = door.configs(ROOT, "jacobian", overrides, "the Jacobian is taken at initialisation")
     for cfg in cfgs:
         if cfg.data.name == "parallel":
             raise ConfigError("data=parallel: its sequences are padded; accepted: another source")

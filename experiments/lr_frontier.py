@@ -21,11 +21,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from hydra.errors import HydraException
 
-from normlab import cli, frontier, ramp, results, task
+from normlab import cli, composing, frontier, ramp, results, task
 from normlab.config import Config, load
 from normlab.device import gpu_for, workers
+from normlab.door import asked
 from normlab.explain import ConfigError
 from normlab.frontier import LR, STEPS
 from normlab.isolation import isolated
@@ -51,16 +51,7 @@ class Cell:
 
 def main(arguments: list[str]) -> int:
     """Search every cell and print a table. Exit status 2 for the user's mistake, in one line; 1: a cell is lost."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return 0
-    os.environ["NORMLAB_CWD"] = str(Path.cwd())
-    try:
-        top, overrides = ramp_of([a for a in arguments if a not in {"-m", "--multirun"}])
-        cells = plan(overrides, top)
-    except (ConfigError, HydraException) as error:
-        print(f"lr_frontier.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    cells = asked("lr_frontier.py", __doc__, arguments, lambda overrides: plan(*ramp_of(overrides)))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in STOPPING:
         signal.signal(number, signal.default_int_handler)
@@ -109,22 +100,22 @@ def ramp_of(arguments: list[str]) -> tuple[float | None, list[str]]:
     return top, [a for a in arguments if not a.startswith("ramp=")]
 
 
-def plan(overrides: list[str], top: float | None) -> list[Cell]:
+def plan(top: float | None, overrides: list[str]) -> list[Cell]:
     """The cells, every setting checked before the first run starts. Raises ConfigError."""
     chosen = any(override.startswith("+sweeps=") for override in overrides)
     grid = {LR: {}, "seed": {}}  # key -> its overrides, in the order of the sweep
     groups: dict[tuple[str, ...], None] = {}
-    with cli._conf(ROOT):
-        for job in cli.expand([*([] if chosen else ["+sweeps=lr_frontier"]), *overrides], multirun=True):
+    with composing.conf(ROOT):
+        for job in composing.expand([*([] if chosen else ["+sweeps=lr_frontier"]), *overrides], multirun=True):
             for override in job:
                 if (key := override.split("=")[0].lstrip("+")) in grid:
                     grid[key][override] = None
             groups[tuple(o for o in job if o.split("=")[0].lstrip("+") not in grid)] = None
         first = next(iter(groups))
-        values = {key: [load(cli._compose([*first, one])) for one in grid[key]] for key in grid}
+        values = {key: [load(composing.one([*first, one])) for one in grid[key]] for key in grid}
         rates = sorted({cfg.optim.lr for cfg in values[LR]})
-        seeds = sorted({cfg.seed for cfg in values["seed"]}) or [load(cli._compose([*first])).seed]
-        settings = [load(cli._compose([*group])) for group in groups]
+        seeds = sorted({cfg.seed for cfg in values["seed"]}) or [load(composing.one([*first])).seed]
+        settings = [load(composing.one([*group])) for group in groups]
     if len(rates) < 3:
         told = ", ".join(f"{rate:g}" for rate in rates) or "no list"
         raise ConfigError(f"optim.lr: {told}; a search needs three rates or more (optim.lr=1e-3,1e-2,1e-1)")

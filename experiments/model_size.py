@@ -7,7 +7,7 @@ python experiments/model_size.py model=gpt2,gpt2_xl optim=sgd data.batch_size=1
 import sys
 from pathlib import Path
 
-from normlab import cli, size
+from normlab import composing, size
 from normlab.explain import ConfigError
 
 
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     root = Path(__file__).resolve().parents[1]
     try:
         names = models[-1] if models else ["nano"]
-        for name, cfg in [(name, cli.compose(root, [f"model={name}", *others])) for name in names]:
+        for name, cfg in [(name, composing.config(root, [f"model={name}", *others])) for name in names]:
             print(f"model={name}", size.report(cfg), "", sep="\n", flush=True)
     except ConfigError as error:
         print(f"model_size.py: {error}", file=sys.stderr)

@@ -5,7 +5,6 @@ python experiments/norm_cost.py model.norm=layernorm,rmsnorm precision=bf16 devi
 python analysis/fig_norm_cost.py runs/norm_cost
 """
 
-import os
 import sys
 import time
 from contextlib import ExitStack
@@ -15,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from hydra.errors import HydraException
 from torch import Tensor, nn
 
-from normlab import cli, store
-from normlab.config import Config, load
+from normlab import door, store
+from normlab.config import Config
 from normlab.config_data import MarkovConfig
 from normlab.device import device_name, pick_device
+from normlab.door import asked
 from normlab.explain import ConfigError
 from normlab.norm import NORMS
 from normlab.probe import frame
@@ -43,15 +42,7 @@ class Arm(NamedTuple):
 
 def main(arguments: list[str]) -> int:
     """Time every config of the sweep and print a table. Exit status 2 for the user's mistake, told in one line."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return 0
-    os.environ["NORMLAB_CWD"] = str(Path.cwd())
-    try:
-        cfgs = configs([a for a in arguments if a not in {"-m", "--multirun"}])
-    except (ConfigError, HydraException) as error:
-        print(f"norm_cost.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    cfgs = asked("norm_cost.py", __doc__, arguments, configs)
     try:
         records = run(cfgs)
     except Exception as error:
@@ -64,12 +55,7 @@ def main(arguments: list[str]) -> int:
 
 def configs(overrides: list[str]) -> list[Config]:
     """One config for each combination of the listed choices. Raises ConfigError."""
-    if any(override.lstrip("+").startswith("steps=") for override in overrides):
-        raise ConfigError("steps: norms are timed without training; experiments/train.py trains")
-    chosen = any(override.startswith("+sweeps=") for override in overrides)
-    sweep = ["steps=0"] if chosen else ["steps=0", "+sweeps=norm_cost"]
-    with cli._conf(ROOT):
-        cfgs = [load(cli._compose(job)) for job in cli.expand([*sweep, *overrides], multirun=True)]
+    cfgs = door.configs(ROOT, "norm_cost", overrides, "norms are timed without training")
     for cfg in cfgs:
         if cfg.probe.batches < 1:
             raise ConfigError(f"probe.batches={cfg.probe.batches}: timed repeats; accepted: 1 or more")

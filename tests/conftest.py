@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launching import Starter
 
-from normlab import cli
+import figure
+from normlab import composing
 from normlab.config import Config
+from normlab.results import Results
 from normlab.train import train
 
 torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
@@ -22,7 +25,14 @@ TINY = [
 
 
 def compose(*overrides: str) -> Config:
-    return cli.compose(ROOT, list(overrides))
+    return composing.config(ROOT, list(overrides))
+
+
+def drawn(module: Any, data: Results) -> figure.Drawn:
+    """The figure of these runs, closed."""
+    found = module.draw(data)
+    figure.plt.close(found.figure)
+    return found
 
 
 def tiny(folder: Path, *overrides: str) -> Config:

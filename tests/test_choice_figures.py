@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT, TINY, tiny
+from conftest import ROOT, TINY, drawn, tiny
 
 import arms
 import choices
@@ -90,12 +90,6 @@ def diverged(data: Results, run_id: str) -> Results:
     runs.loc[runs.run_id == run_id, ["verdict", "final_val_loss"]] = ["diverged", np.nan]
     steps.loc[(steps.run_id == run_id) & (steps.step >= 3), "loss"] = np.nan
     return Results(runs, steps, data.layers)
-
-
-def drawn(module, data: Results) -> figure.Drawn:
-    found = module.draw(data)
-    figure.plt.close(found.figure)
-    return found
 
 
 def texts(found: figure.Drawn) -> list[str]:

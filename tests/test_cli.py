@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, TINY, compose
 from launching import environment
 
-from normlab import cli
+from normlab import composing
 from normlab.config import load as load_config
 from normlab.explain import ConfigError
 from normlab.results import load
@@ -167,16 +167,16 @@ JOBS = [
 
 
 def test_configs_composed_together_are_those_composed_alone():
-    with cli._conf(ROOT):
-        assert [load_config(raw) for raw in cli.composed(JOBS)] == [load_config(cli._compose(job)) for job in JOBS]
+    with composing.conf(ROOT):
+        assert [load_config(raw) for raw in composing.each(JOBS)] == [load_config(composing.one(job)) for job in JOBS]
 
 
 def test_a_study_takes_the_numbers_of_its_scale():
     small, large = (compose("+sweeps=depth_placement", f"scale={scale}") for scale in ("cpu", "gpu"))
     assert small.model.width < large.model.width
     assert small.steps < large.steps
-    with cli._conf(ROOT):
-        grids = [len(cli.expand(["+sweeps=depth_placement", f"scale={scale}"])) for scale in ("cpu", "gpu")]
+    with composing.conf(ROOT):
+        grids = [len(composing.expand(["+sweeps=depth_placement", f"scale={scale}"])) for scale in ("cpu", "gpu")]
     assert grids[0] < grids[1]
 
 

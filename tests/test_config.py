@@ -9,7 +9,7 @@ from conftest import ROOT, compose
 from omegaconf import OmegaConf
 from pairs import REST, write
 
-from normlab import cli, config, config_data, config_model, store, verdict
+from normlab import cli, composing, config, config_data, config_model, store, verdict
 from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.init import INITS
@@ -108,8 +108,8 @@ def test_every_sweep_composes_and_later_overrides_replace_its_grid(name, tmp_pat
 
 
 def test_a_sweep_expands_to_its_grid_with_the_overrides_that_follow():
-    with cli._conf(ROOT):
-        jobs = cli.expand(["+sweeps=demo", "model.depth=2,3,4"])
+    with composing.conf(ROOT):
+        jobs = composing.expand(["+sweeps=demo", "model.depth=2,3,4"])
     assert len(jobs) == 3 * 2 * 2
     assert sorted({o for job in jobs for o in job if "depth" in o}) == [f"model.depth={d}" for d in (2, 3, 4)]
 

@@ -16,7 +16,7 @@ from conftest import ROOT, TINY, compose
 import arms
 import fig_lr_frontier
 import figure
-from normlab import cli, frontier, ramp
+from normlab import composing, frontier, ramp
 from normlab.frontier import Boundary, boundary, lr50
 from normlab.results import load
 
@@ -234,8 +234,8 @@ def test_the_door_makes_runs_of_the_grid_and_its_table_follows_from_them(found):
     assert frontier.ramped(runs).sum() == 2 * 2
     trials = frontier.trials(runs)
     assert len(trials) < 2 * 2 * 5
-    with cli._conf(ROOT):
-        jobs = cli.expand(["+sweeps=lr_frontier", *command[:-1]])
+    with composing.conf(ROOT):
+        jobs = composing.expand(["+sweeps=lr_frontier", *command[:-1]])
     grid = {compose(*job).model_dump_json() for job in jobs}
     assert len(grid) == 2 * 2 * 5
     for _, run in trials.iterrows():

@@ -8,7 +8,8 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from normlab.attention import Attention
 from normlab.ffn import ACTIVATIONS, FFN, MoE
-from normlab.model import HEADS, IGNORED, Embedding, Stack, build
+from normlab.head import HEADS, IGNORED
+from normlab.model import Embedding, Stack, build
 from normlab.norm import NORMS
 from normlab.position import RelativeBias, Rotary
 from normlab.residual import PLACEMENTS

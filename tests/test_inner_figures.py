@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import tiny
+from conftest import drawn, tiny
 
 import arms
 import estimates
@@ -34,12 +34,6 @@ def qk(tmp_path_factory) -> Results:
         for lr in ("1e-3", "1e-1"):
             train(tiny(folder, f"model.qk_norm={on}", f"optim.lr={lr}", "study=qk", "probe.every=2", "eval.every=0"))
     return arms.load([folder / "qk"])
-
-
-def drawn(module, data: Results) -> figure.Drawn:
-    found = module.draw(data)
-    figure.plt.close(found.figure)
-    return found
 
 
 def with_spikes(data: Results, spikes: dict[str, list[dict]]) -> Results:

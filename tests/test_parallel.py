@@ -13,8 +13,9 @@ from pairs import REST, SIZE, config, write
 from normlab import cli, parallel, task
 from normlab.buckets import Batches, assemble, buckets
 from normlab.explain import ConfigError
+from normlab.head import IGNORED
 from normlab.init import initialise
-from normlab.model import IGNORED, build
+from normlab.model import build
 from normlab.ngram import Bigrams
 from normlab.parallel import BOS, EOS, PAD
 from normlab.position import key_mask

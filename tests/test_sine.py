@@ -12,7 +12,8 @@ from test_resume import contents, interrupt, stop_at
 from normlab import size, task
 from normlab.config import Config
 from normlab.explain import ConfigError
-from normlab.model import build, squared_error
+from normlab.head import squared_error
+from normlab.model import build
 from normlab.results import load
 from normlab.sine import Sine
 from normlab.train import train

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import tiny
+from conftest import drawn, tiny
 
 import arms
 import estimates
@@ -68,12 +68,6 @@ def broken(data: Results, which: pd.Series, step: float = 2.0) -> Results:
     steps = data.steps.copy()
     steps.loc[steps.run_id.isin(runs.run_id[which]) & (steps.step >= step), "loss"] = np.nan
     return Results(runs, steps, data.layers)
-
-
-def drawn(module, data: Results) -> figure.Drawn:
-    found = module.draw(data)
-    figure.plt.close(found.figure)
-    return found
 
 
 def texts(found: figure.Drawn) -> list[str]:

@@ -8,7 +8,8 @@ from conftest import compose, tiny
 
 from normlab import task
 from normlab.explain import ConfigError
-from normlab.model import IGNORED, build
+from normlab.head import IGNORED
+from normlab.model import build
 from normlab.results import load
 from normlab.train import train
 

@@ -16,8 +16,9 @@ import figure
 from normlab import task
 from normlab.decode import search, translate
 from normlab.fit import Fit
+from normlab.head import IGNORED
 from normlab.init import initialise
-from normlab.model import IGNORED, build
+from normlab.model import build
 from normlab.parallel import BOS, EOS, PAD
 from normlab.results import load
 from normlab.store import read_record

@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT, compose
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from normlab import cli
+from normlab import composing
 from normlab.config import Config, load
 from normlab.explain import ConfigError
 
@@ -37,9 +37,9 @@ def resolve(line: list[str]) -> Config:
     """What the door at line[2] makes of it."""
     assert line[:2] == ["/usr/bin/env", "python"]
     assert (ROOT / line[2]).is_file()
-    with cli._conf(ROOT):
-        (job,) = cli.expand(line[3:])
-        return load(cli._compose(job))
+    with composing.conf(ROOT):
+        (job,) = composing.expand(line[3:])
+        return load(composing.one(job))
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -51,11 +51,11 @@ def test_a_wandb_sweep_and_its_hydra_sweep_start_the_same_runs(name):
     spec = sweep(name)
     assert spec["method"] == "grid"
     grid = {key: parameter["values"] for key, parameter in spec["parameters"].items()}
-    with cli._conf(ROOT):
-        wanted = [load(raw) for raw in cli.composed(cli.expand([f"+sweeps={name}"]))]
+    with composing.conf(ROOT):
+        wanted = [load(raw) for raw in composing.each(composing.expand([f"+sweeps={name}"]))]
         lines = [expand(spec, dict(zip(grid, job, strict=True))) for job in itertools.product(*grid.values())]
         assert all(line[:3] == ["/usr/bin/env", "python", spec["program"]] for line in lines)
-        found = [load(raw) for raw in cli.composed([line[3:] for line in lines])]
+        found = [load(raw) for raw in composing.each([line[3:] for line in lines])]
     assert all(cfg.log.mode == "online" for cfg in found)
     assert len(found) == len(wanted)
     assert {repr(settings(cfg)) for cfg in found} == {repr(settings(w)) for w in wanted}

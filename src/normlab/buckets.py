@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normlab import data
-from normlab.model import IGNORED
+from normlab.head import IGNORED
 from normlab.parallel import BOS, EOS, PAD, Split
 
 Batch = tuple[Any, Tensor]

@@ -1,14 +1,10 @@
 """The door from the command line: Hydra composes, every job of a sweep is checked before the first one starts."""
 
-import copy
-import itertools
 import os
-import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,21 +12,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import hydra
 import torch
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normlab import launch, store, task
+from normlab import composing, launch, store, task
 from normlab.config import Config, load
 from normlab.device import gpu_for, pick_device, workers
-from normlab.explain import ConfigError, known_keys, suggest
+from normlab.explain import ConfigError
 from normlab.isolation import isolated
 
 Job = Callable[[Config], dict[str, Any]]
@@ -63,7 +55,7 @@ def main(job: Job, root: Path, *, also: tuple[str, ...] = ()) -> NoReturn:
             run()
             sys.exit(0)
     except (ValueError, HydraException, OmegaConfBaseException) as error:  # ValueError: ConfigError, flags that clash
-        print(f"{Path(sys.argv[0]).name}: {_one_line(error)}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {composing.one_line(error)}", file=sys.stderr)
         sys.exit(2)
     with launch.Launch(plan.runs_dir, plan.jobs, plan.configs, elsewhere=plan.elsewhere) as launched:
         status = _status_of(run, launched)
@@ -82,7 +74,7 @@ def _status_of(run: Callable[[], Any], launched: launch.Launch) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except Exception as error:  # not of a job
-        print(f"the launcher broke: {type(error).__name__}: {_one_line(error)}", file=sys.stderr)
+        print(f"the launcher broke: {type(error).__name__}: {composing.one_line(error)}", file=sys.stderr)
         launched.wait(float("inf"))  # it may have left jobs running
         return 1
     return 0 if launched.whole() else 1
@@ -117,7 +109,7 @@ def run_job(job: Job, raw: DictConfig) -> float | None:
         with isolated(cfg):
             record = job(cfg)
     except Exception as error:
-        reason = f"{type(error).__name__}: {_one_line(error)}"
+        reason = f"{type(error).__name__}: {composing.one_line(error)}"
         print(f"{told.what or ' '.join(told.overrides)}:  failed: {reason}", file=sys.stderr, flush=True)
         kept = _written(trace) > old
         if not kept and not isinstance(error, ConfigError | OSError):  # no run folder to keep it in
@@ -187,14 +179,14 @@ def check(root: Path, arguments: list[str]) -> Plan | None:
     if args.cfg or args.info or args.help or args.hydra_help or args.shell_completion or args.config_dir:
         return None
     name = args.config_name or "config"
-    with _conf(root):
-        whole = _whole(args.overrides, name)
+    with composing.conf(root):
+        whole = composing.whole(args.overrides, name)
         multirun = args.multirun or whole.hydra.mode == RunMode.MULTIRUN
         launcher = whole.hydra.launcher._target_
         if launcher.startswith("hydra_plugins."):
             _installed(launcher.split(".")[1])
-        jobs = _jobs(args.overrides, whole, multirun=multirun)
-        cfgs = [load(raw) for raw in composed(jobs, name)]
+        jobs = composing.jobs(args.overrides, whole, multirun=multirun)
+        cfgs = [load(raw) for raw in composing.each(jobs, name)]
     for cfg in cfgs:
         task.make(cfg)
     for folder in {cfg.runs_dir for cfg in cfgs}:
@@ -217,106 +209,3 @@ def _installed(plugin: str) -> None:
     if find_spec(f"hydra_plugins.{plugin}") is None:
         extra = {"hydra_joblib_launcher": "joblib", "hydra_submitit_launcher": "slurm"}.get(plugin, plugin)
         raise ConfigError(f"hydra/launcher: {plugin} is not installed; pip install 'normlab[{extra}]'")
-
-
-def compose(root: Path, overrides: list[str]) -> Config:
-    """The config of one run, for tests and notebooks."""
-    with _conf(root):
-        return load(_compose(overrides))
-
-
-@contextmanager
-def _conf(root: Path) -> Iterator[None]:
-    """Hydra's compose API over root/conf."""
-    os.environ["NORMLAB_ROOT"] = str(root)
-    with hydra.initialize_config_dir(str(root / "conf"), version_base="1.3"):
-        yield
-
-
-def expand(overrides: list[str], *, multirun: bool = False) -> list[list[str]]:
-    """The override list of every job that these start."""
-    whole = _whole(overrides)
-    return _jobs(overrides, whole, multirun=multirun or whole.hydra.mode == RunMode.MULTIRUN)
-
-
-def _whole(overrides: list[str], name: str = "config") -> DictConfig:
-    """The config of the first job, with Hydra's own part."""
-    return _compose([choices[0] for choices in _choices(overrides).values()], name, with_hydra=True)
-
-
-def _jobs(overrides: list[str], whole: DictConfig, *, multirun: bool) -> list[list[str]]:
-    """As Hydra's basic sweeper expands them."""
-    if not multirun:
-        listed = [key for key, choices in _choices(overrides).items() if len(choices) > 1]
-        if listed:
-            raise ConfigError(f"{', '.join(listed)}: a list of choices; add -m to run one job for each")
-        return [overrides]
-    swept = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
-    return [list(job) for job in itertools.product(*_choices(swept + overrides).values())]
-
-
-def _choices(overrides: list[str]) -> dict[str, list[str]]:
-    """key -> its override for each value; a later override of the same key replaces an earlier one."""
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    try:
-        parsed = parser.parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(_one_line(error)) from None
-    choices: dict[str, list[str]] = {}
-    for override in parsed:
-        key = override.get_key_element()
-        if override.is_sweep_override() and override.is_discrete_sweep():
-            choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        else:
-            choices[key] = [override.input_line or key]
-    return choices
-
-
-def composed(jobs: list[list[str]], name: str = "config") -> Iterator[DictConfig]:
-    """The config of each job. Hydra composes once for all that choose the same groups: that is what takes it long."""
-    settings = set(known_keys(Config))
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    chosen: dict[tuple[str | None, ...], DictConfig] = {}
-    for overrides in jobs:
-        parsed = parser.parse_overrides(overrides)
-        plain = [o.type == OverrideType.CHANGE and o.key_or_group in settings and not o.package for o in parsed]
-        groups = tuple(o.input_line for o, value in zip(parsed, plain, strict=True) if not value)
-        if groups not in chosen:
-            chosen[groups] = _compose([g for g in groups if g], name)
-        config = copy.deepcopy(chosen[groups])
-        try:
-            ConfigLoaderImpl._apply_overrides_to_config(list(itertools.compress(parsed, plain)), config)
-        except (HydraException, OmegaConfBaseException):
-            config = _compose(overrides, name)  # tells what is wrong
-        yield config
-
-
-def _compose(overrides: list[str], name: str = "config", *, with_hydra: bool = False) -> DictConfig:
-    try:
-        composed = hydra.compose(name, overrides, return_hydra_config=with_hydra)
-        _sized(composed)
-        return composed
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: model=null
-        unknown = re.match(r"Could not (?:override|append|delete).*?'([^']+)'", str(error))
-        if unknown and "is not in struct" in f"{error} {error.__cause__}":
-            key = unknown[1].lstrip("+~").split("=")[0]
-            if key in known_keys(Config):
-                group = key.split(".")[0]
-                chosen = "".join(f" ({o})" for o in overrides if o.startswith(f"{group}="))
-                raise ConfigError(f"{key}: the chosen {group} has no such key{chosen}") from None
-            raise ConfigError(f"{key}: unknown key{suggest(key, known_keys(Config))}") from None
-        raise ConfigError(_one_line(error)) from None
-
-
-def _sized(composed: DictConfig) -> None:
-    """Raise ConfigError where the chosen scale is none of the study's."""
-    scale, sizes = composed.get("scale"), composed.get("scales")
-    if sizes is None and scale == "gpu":
-        raise ConfigError("scale=gpu: only a study that names its sizes has one; choose it by +sweeps=NAME")
-    if scale not in (sizes or {"cpu": None, "gpu": None}):
-        raise ConfigError(f"scale={scale}: accepted: {', '.join(sizes or ['cpu', 'gpu'])}")
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error) or str(error.__cause__ or type(error).__name__)
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())

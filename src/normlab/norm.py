@@ -6,10 +6,14 @@ Statistics and affine map are computed in float32 or wider, whatever the type of
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from normlab.config_model import ModelConfig
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -109,3 +113,8 @@ NORMS: dict[str, Norm] = {
     "dyt": Norm(lambda width, eps: DyT(width, alpha=0.5), eps=0.0),  # no eps in its equation
     "none": Norm(lambda width, eps: nn.Identity(), eps=0.0, zero=None),
 }
+
+
+def make_norm(cfg: "ModelConfig", width: int | None = None) -> nn.Module:
+    """The model's norm, at its width or another."""
+    return NORMS[cfg.norm].make(width or cfg.width, cfg.eps)

@@ -21,7 +21,8 @@ from normlab.config import Config
 from normlab.config_data import ParallelConfig, SineConfig
 from normlab.explain import ConfigError
 from normlab.files import write_atomically
-from normlab.model import IGNORED, Model
+from normlab.head import IGNORED
+from normlab.model import Model
 from normlab.parallel import Parallel, Split
 from normlab.sine import Sine
 from normlab.translation import corpus_bleu, translations
