@@ -7,6 +7,7 @@ from matplotlib.colors import LogNorm
 
 import arms
 import figure
+import inside
 from arms import DEPTH, PLACEMENT, WARMUP, Missing
 from figure import Drawn
 from normlab.results import Results
@@ -40,11 +41,12 @@ def draw(data: Results) -> Drawn:
     fig, panels = plt.subplots(
         lines, columns, figsize=(3.7 * columns + 0.9, 2.3 * lines + 0.2), sharex=True, sharey=True, squeeze=False
     )
-    image = None
+    image, gap = None, inside.spacing(rows)
     for panel, (_, run) in zip(panels.flat, runs.iterrows(), strict=False):
-        grid = rows[rows.run_id == run.run_id].pivot(index="layer", columns="step", values="value").to_numpy(float)
+        table = rows[rows.run_id == run.run_id].pivot(index="layer", columns="step", values="value")
+        grid, steps = table.to_numpy(float), table.columns
         grid = np.where(np.isfinite(grid) & (grid > 0), grid, np.nan)
-        extent = (-0.5, grid.shape[1] - 0.5, 0.5, grid.shape[0] + 0.5)
+        extent = (steps[0] - gap / 2, steps[-1] + gap / 2, 0.5, grid.shape[0] + 0.5)
         image = panel.imshow(grid, aspect="auto", origin="lower", norm=scale, cmap=colours, extent=extent,
                              interpolation="nearest")  # fmt: skip
         panel.set_title(f"{run.arm}: {run.verdict}")
@@ -57,9 +59,10 @@ def draw(data: Results) -> Drawn:
         panel.set_visible(False)
     fig.colorbar(image, ax=panels, label="weight-gradient norm of the block", extend="both", pad=0.015)
     more = f" {left_out} further arms are not shown." if left_out else ""
+    often = "step" if gap == 1 else f"{gap}th step"
     caption = (
-        f"Weight-gradient norm of each block (L2 over its tensors, before clipping) at every step, depth "
-        f"{runs[DEPTH].iloc[0]}, lowest seed of each arm; grey: zero or not finite.{more}"
+        f"Weight-gradient norm of each block (L2 over its tensors, before clipping) at every {often}, "
+        f"depth {runs[DEPTH].iloc[0]}, lowest seed of each arm; grey: zero or not finite.{more}"
     )
     table = arms.joined(rows, runs, ["study", "arm"])[["study", "run_id", "arm", "layer", "step", "value"]]
     return Drawn(fig, table, caption)
