@@ -1,5 +1,6 @@
 """Mean square of the hidden state by block at initialisation, against lemma 2 of Xiong et al. 2020 and its like."""
 
+import textwrap
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -19,6 +20,7 @@ from normlab.results import Results
 
 STEM = "hidden_growth"
 MOST_PANELS = 4
+MOST_LINES = 7  # placements in the panels; beyond, those that the theory covers come first
 
 
 class Fit(NamedTuple):
@@ -85,6 +87,13 @@ def fits(rows: pd.DataFrame) -> list[Fit]:
     return found
 
 
+def readable(rows: pd.DataFrame) -> set[str]:
+    """MOST_LINES of the placements, those with a theory first."""
+    order = arms.in_order(rows[PLACEMENT].unique())
+    covered = set(rows[PLACEMENT][rows.lower.notna()])
+    return set(sorted(order, key=lambda placement: placement not in covered)[:MOST_LINES])
+
+
 def told(fit: Fit) -> str:
     """The increments in words."""
     fitted, low, high = (f"{value:+.3f}".replace("-0.000", "+0.000") for value in fit[2:])
@@ -102,10 +111,11 @@ def draw(data: Results) -> Drawn:
     shown = deepest(rows)
     settings = arms.settings_in_order(shown.setting)
     left_out, settings = settings[MOST_PANELS:], settings[:MOST_PANELS]
+    drawn = readable(shown)
     fig, panels = plt.subplots(1, len(settings), figsize=(4.1 * len(settings) + 0.3, 4.6), squeeze=False)
     for panel, setting in zip(panels[0], settings, strict=True):
         here = shown[shown.setting == setting]
-        for placement in arms.in_order(here[PLACEMENT].unique()):
+        for placement in arms.in_order(set(here[PLACEMENT]) & drawn):
             mine = here[here[PLACEMENT] == placement]
             colour = figure.colour(placement)
             mean = mine.groupby("block")[["mean_square", "lower", "upper"]].mean()
@@ -118,7 +128,7 @@ def draw(data: Results) -> Drawn:
                 panel.plot(mean.index, mean[bound], color=colour, linestyle=figure.LINES[2], linewidth=1.4)
         figure.decade_axis(panel.yaxis)
         panel.set_xscale("log")
-        panel.set_title(f"{setting}, depth {here[DEPTH].iloc[0]}")
+        panel.set_title("\n".join(textwrap.wrap(f"{setting}, depth {here[DEPTH].iloc[0]}", 44)))
         panel.set_xlabel("block $l$")
         ticks = [t for t in (1, 3, 6, 12, 24, 48, 96) if t <= here[DEPTH].iloc[0]]
         panel.set_xticks(ticks, [str(t) for t in ticks])
@@ -129,12 +139,14 @@ def draw(data: Results) -> Drawn:
         )
         panel.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     panels[0, 0].set_ylabel(r"$E\|x_l\|^2 / d$ at initialisation")
+    others = shown[PLACEMENT].nunique() - len(drawn)
     caption = (
         "Mean square of the hidden state by block at initialisation, mean over seeds: of the stream, or, where a norm "
         "ends the block, of what enters it. Dotted: lemma 2 of Xiong et al. 2020 (pre, post) and what the same "
         "computation gives for deepnorm, sandwich and lns, recomputed for the activation, FFN width, norm and init in "
         "use; attention adds between nothing and all of its value path. Increments: least squares over all blocks, of "
         f"the theory too.{f' Not drawn: {len(left_out)} further settings.' if left_out else ''}"
+        f"{f' Not drawn: {others} further placements.' if others else ''}"
     )
     columns = ["study", "setting", "run_id", PLACEMENT, DEPTH, "seed", "block", "mean_square", "lower", "upper"]
     return Drawn(fig, pd.DataFrame(shown[columns]), caption)

@@ -33,7 +33,7 @@ def draw(data: Results) -> Drawn:
     if tried > 1:
         runs = estimates.best_lr(runs, ["arm", DEPTH])
         note += f" Each arm at each depth has its best of {tried} learning rates, by the mean loss over seeds."
-    fig, panel = plt.subplots(figsize=(7.4, 4.2))
+    fig, panel = plt.subplots(figsize=(7.4, 5.2))
     if runs[DATA].nunique() == 1:
         references(panel, runs, label=True)
     looks, rows = styles(runs), []

@@ -23,7 +23,8 @@ TRAINING = ("loss_curves", "survival", "spikes", "gradient_heatmap", "gradient_p
 INSIDE = ("activation_heatmap", "attention_logits", "angular_distance")
 ALSO = {
     "depth_placement": (*TRAINING, *INSIDE),
-    "warmup": ("xiong_warmup", "hidden_growth"),
+    "init_gradients": ("hidden_growth",),
+    "warmup": ("xiong_warmup",),
 }
 CSV_LIMIT = 300_000  # bytes; a larger table stays with the runs that it came from
 
