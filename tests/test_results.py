@@ -139,3 +139,26 @@ def test_of_a_large_study_the_statistics_of_every_step_are_read_at_some_steps(st
     pd.testing.assert_frame_equal(some.layers.reset_index(drop=True), kept.reset_index(drop=True))
     pd.testing.assert_frame_equal(some.steps, whole.steps)
     assert results.load(study, most_rows=len(whole.layers)).runs.attrs["skipped"] == whole.runs.attrs["skipped"]
+
+
+def test_row_groups_without_a_wanted_row_are_not_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "GROUP_ROWS", 10)
+    ids = [TensorId("decoder", 0, "attn", "q"), TensorId("decoder", 0, "attn", "k")]
+    values = np.arange(400.0).reshape(40, len(STATS), 2)  # ten rows, a group, to a step
+    folder.step_statistics(0, ids, STATS, values[:25])
+    folder.layers(25, probe.frame([("decoder", 1, "ffn", None, "stream_rms", 1.5)]))
+    folder.step_statistics(25, ids, STATS, values[25:])
+    folder.close()
+    folder.update(status="finished")
+    groups = []
+    read = results.pq.ParquetFile.read_row_groups
+
+    def watched(part, wanted):
+        groups.extend(wanted)
+        return read(part, wanted)
+
+    monkeypatch.setattr(results.pq.ParquetFile, "read_row_groups", watched)
+    some, whole = results.load(tmp_path, most_rows=41).layers, results.load(tmp_path).layers
+    assert sorted(groups) == [0, 10, 20, 25, 30, 31]  # the profile's row at step 25 moved the later ones on by one
+    kept = whole[(whole.stat == "stream_rms") | (whole.step % 10 == 0)]
+    pd.testing.assert_frame_equal(some.reset_index(drop=True), kept.reset_index(drop=True))

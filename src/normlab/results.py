@@ -1,7 +1,8 @@
 """What analysis reads: runs as three tables, from their folders or from W&B."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,15 @@ import pyarrow.parquet as pq
 import yaml
 
 from normlab import wandb_runs
-from normlab.meter import STATS
-from normlab.store import LAYERS_SCHEMA, read_record
+from normlab.store import LAYERS_SCHEMA, MIXED, of_every_step, read_record
 from normlab.wandb_runs import WandbRun
 
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times faster, where PyYAML was built with libyaml
 Whole = tuple[dict[str, Any], pd.DataFrame, Sequence[Path | pa.Table]]  # a run's row, steps, parts of its layers
 _TEXT = ("stack", "site", "tensor", "stat")
+_NO_LAYERS = LAYERS_SCHEMA.empty_table().cast(
+    pa.schema([f.with_type(pa.dictionary(pa.int32(), f.type)) if f.name in _TEXT else f for f in LAYERS_SCHEMA])
+)
 STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
 
 
@@ -45,37 +48,48 @@ def load(paths: str | Path | Iterable[str | Path], *, layers: bool = True, most_
     alone, which runs.attrs["skipped"] says too.
     """
     whole: list[tuple[str, dict[str, Any], pd.DataFrame, Sequence[Path | pa.Table], str]] = []
-    runs, steps, tables = [], [], []
+    runs, steps, layer_counts = [], [], []
+    tables: list[pa.Table] = []
     skipped: list[str] = []
     count = 0
     for where, read, note in _found([paths] if isinstance(paths, str | Path) else paths, layers):
         try:
             row, mine, parts = read()
             count += sum(pq.read_metadata(p).num_rows if isinstance(p, Path) else len(p) for p in parts)
-            whole.append((where, row, mine.assign(run_id=row["run_id"], study=row["study"]), parts, note))
+            whole.append((where, row, mine, parts, note))
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             skipped.append(_why(where, error))
     every = -(-count // most_rows) if most_rows else 1
     for where, row, mine, parts, note in whole:
         try:
-            read_parts = [_read_layers(part, {"run_id": row["run_id"], "study": row["study"]}, every) for part in parts]
+            read_parts = [_read_layers(part, every) for part in parts]
         except (OSError, ValueError, KeyError, TypeError) as error:
             skipped.append(_why(where, error))
             continue
         runs.append(row)
         steps.append(mine)
         tables += read_parts
+        layer_counts.append(sum(map(len, read_parts)))
         skipped += [f"{where}: {note}"] if note else []
     run_table = pd.DataFrame(runs)
     if every > 1:
         skipped.append(f"{count / 1e6:.0f} million layer rows: those of every step are shown at each {every}th step")
     run_table.attrs["skipped"] = skipped
-    empty_layers = pd.DataFrame(columns=[*LAYERS_SCHEMA.names, "run_id", "study"])
+    step_table = pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=list(STEP_COLUMNS))
     return Results(
         run_table,
-        pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=[*STEP_COLUMNS, "run_id", "study"]),
-        _typed_layers(pa.concat_tables(tables).unify_dictionaries().to_pandas() if tables else empty_layers),
+        _of_runs(step_table, runs, list(map(len, steps))),
+        _of_runs(_layer_table(tables), runs, layer_counts),
     )
+
+
+def _of_runs(table: pd.DataFrame, runs: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> pd.DataFrame:
+    """With the columns run_id and study; the rows are those of one run after the other, counts of them."""
+    index = pa.array(np.repeat(np.arange(len(runs), dtype="int32"), counts))
+    for name in ("run_id", "study"):
+        names = pa.array([run[name] for run in runs], pa.large_string())
+        table[name] = pd.Series(names.take(index), dtype="str")
+    return table
 
 
 def _why(where: str, error: Exception) -> str:
@@ -154,6 +168,8 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl. A torn last line, left by a kill, is dropped."""
     rows = []
     lines = path.read_text().splitlines() if path.exists() else []
+    with suppress(ValueError):  # whole, as mostly: read at once, which takes half the time
+        return list(map(dict, json.loads(f"[{','.join(lines)}]")))
     for number, line in enumerate(lines):
         try:
             rows.append(dict(json.loads(line)))
@@ -170,27 +186,40 @@ def _step_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return table.astype({"step": "int64"})
 
 
-def _read_layers(part: Path | pa.Table, who: dict[str, str], every: int) -> pa.Table:
-    """A part of the layer table with the run's names beside it; text columns as dictionaries.
-
-    every: keep the statistics of every step at each such step.
-    """
-    table = _read_part(part) if isinstance(part, Path) else part
+def _read_layers(part: Path | pa.Table, every: int) -> pa.Table:
+    """A part of the layer table, text columns as dictionaries; of the statistics of every step each `every`th."""
+    table = _read_part(part, every) if isinstance(part, Path) else part
     if every > 1:
-        stat = table["stat"].combine_chunks()
-        often = np.isin(stat.dictionary.to_pylist(), STATS)[stat.indices.to_numpy()]
-        table = table.filter(pa.array(~often | (table["step"].to_numpy() % every == 0)))
-    for name, value in who.items():
-        table = table.append_column(name, pa.repeat(value, len(table)).dictionary_encode())
+        table = table.filter(pa.array(~of_every_step(table) | (table["step"].to_numpy() % every == 0)))
     return table
 
 
-def _read_part(path: Path) -> pa.Table:
+def _read_part(path: Path, every: int = 1) -> pa.Table:
+    """A part, without the row groups that hold nothing but every-step statistics of other steps than each `every`th."""
     with pq.ParquetFile(path, read_dictionary=list(_TEXT)) as part:
-        return part.read()
+        mixed = (part.metadata.metadata or {}).get(MIXED)
+        if every == 1 or mixed is None:  # None: written by another version
+            return part.read()
+        wanted = set(json.loads(mixed))
+        for group in range(part.num_row_groups):
+            steps = part.metadata.row_group(group).column(LAYERS_SCHEMA.get_field_index("step")).statistics
+            if steps is None or steps.max // every * every >= steps.min:
+                wanted.add(group)
+        return part.read_row_groups(sorted(wanted))
 
 
-def _typed_layers(table: pd.DataFrame) -> pd.DataFrame:
-    text = {name: pd.CategoricalDtype(sorted(table[name].dropna().unique())) for name in _TEXT}
-    plain = {"step": "int64", "layer": "Int64", "value": "float64", "run_id": "str", "study": "str"}
-    return table.astype(plain | text)
+def _layer_table(parts: list[pa.Table]) -> pd.DataFrame:
+    """All parts, which are given up column by column: there is not room for them twice."""
+    whole = pa.concat_tables([_NO_LAYERS, *parts])
+    parts.clear()
+    columns: dict[str, Any] = {}
+    for name in LAYERS_SCHEMA.names:
+        column, whole = whole[name], whole.drop_columns(name)
+        if name in _TEXT:
+            text = column.unify_dictionaries().to_pandas()
+            columns[name] = text.cat.set_categories(sorted(text.dropna().unique()))
+        elif name == "layer":
+            columns[name] = pd.Int64Dtype().__from_arrow__(column)
+        else:
+            columns[name] = column.to_numpy()
+    return pd.DataFrame(columns, copy=False)

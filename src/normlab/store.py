@@ -22,9 +22,12 @@ import yaml
 
 from normlab.config import Config, RelaunchConfig
 from normlab.files import naming, replacing, write_atomically
+from normlab.meter import STATS
 from normlab.tensors import TensorId
 
 PART_ROWS = 200_000  # rows of layer statistics held in memory before a Parquet part is written
+GROUP_ROWS = 2**14  # of a part, which a reader who wants some steps can read alone
+MIXED = b"mixed_row_groups"  # Parquet metadata of a part: the row groups that hold more than every-step statistics
 _ID_FIELDS = ("stack", "layer", "site", "tensor")
 PACKAGES = ("torch", "hydra-core", "wandb", "numpy", "pandas")
 
@@ -193,9 +196,18 @@ class RunFolder:
 
     def _write_part(self, table: pa.Table) -> None:
         target = self.path / "layers" / f"part-{self._part_count:05d}.parquet"
+        others = np.flatnonzero(~of_every_step(table))
+        mixed = sorted(set((others // GROUP_ROWS).tolist()))
+        table = table.replace_schema_metadata({MIXED: json.dumps(mixed)})
         with replacing(target) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+            pq.write_table(table, temporary, compression="zstd", row_group_size=GROUP_ROWS)
         self._part_count += 1
+
+
+def of_every_step(layers: pa.Table) -> np.ndarray:
+    """(rows,) bool: which rows of a layer table hold a statistic of every step (meter.STATS)."""
+    stat = layers["stat"].combine_chunks().dictionary_encode()
+    return np.isin(stat.dictionary.to_pylist(), STATS)[stat.indices.to_numpy()]
 
 
 def check_kept(path: Path, kept: Mapping[str, Any]) -> None:
