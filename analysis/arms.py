@@ -115,7 +115,8 @@ def settings_in_order(settings: Iterable[str]) -> list[str]:
 def _settings(runs: pd.DataFrame) -> list[str]:
     """Columns that say what a run is, as opposed to where it lies and what came of it."""
     rules = ("spikes.", "verdict.")  # they label a run and can be changed afterwards
-    dotted = [c for c in runs.columns if "." in c and not c.startswith(("log.", "data.", *rules))]
+    launch = ("log.", "checkpoint.", "relaunch.")
+    dotted = [c for c in runs.columns if "." in c and not c.startswith(("data.", *rules, *launch))]
     plain = (DATA, *_BATCH, "label_smoothing", "steps", "precision", "compile", "device")
     return [c for c in [*dotted, *plain] if c in runs]
 
