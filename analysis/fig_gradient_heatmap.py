@@ -9,11 +9,12 @@ import arms
 import figure
 import inside
 from arms import DEPTH, PLACEMENT, WARMUP, Missing
+from estimates import LR
 from figure import Drawn
 from normlab.results import Results
 
 STEM = "gradient_heatmap"
-MOST_PANELS = 8
+MOST_PANELS = 9
 
 
 def per_layer(layers: pd.DataFrame) -> pd.DataFrame:
@@ -27,7 +28,7 @@ def draw(data: Results) -> Drawn:
     runs = arms.with_arms(arms.trained(data))
     runs = runs[runs[DEPTH] == arms.deepest(runs)]
     runs = runs.sort_values("seed").drop_duplicates("arm")
-    runs = arms.sort_by_placement(runs, PLACEMENT, WARMUP)
+    runs = arms.sort_by_placement(runs, PLACEMENT, WARMUP, LR)
     left_out = max(0, len(runs) - MOST_PANELS)
     runs = runs.head(MOST_PANELS)
     rows = per_layer(data.layers[data.layers.run_id.isin(runs.run_id)])
@@ -36,11 +37,10 @@ def draw(data: Results) -> Drawn:
         raise Missing("no per-layer gradient norms in these runs")
     scale = LogNorm(shown.quantile(0.001), shown.quantile(0.999))
     colours = plt.get_cmap("viridis").with_extremes(bad="#bbbbbb")
-    columns = min(2, len(runs))
+    columns = min(2 if len(runs) <= 4 else 3, len(runs))
     lines = -(-len(runs) // columns)
-    fig, panels = plt.subplots(
-        lines, columns, figsize=(3.7 * columns + 0.9, 2.3 * lines + 0.2), sharex=True, sharey=True, squeeze=False
-    )
+    size = ((3.7 if columns < 3 else 2.9) * columns + 0.9, 2.3 * lines + 0.2)
+    fig, panels = plt.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     image, gap = None, inside.spacing(rows)
     for panel, (_, run) in zip(panels.flat, runs.iterrows(), strict=False):
         table = rows[rows.run_id == run.run_id].pivot(index="layer", columns="step", values="value")
