@@ -1,13 +1,14 @@
 """What a large study costs to read: time and memory of results.load and of a summary, for 1,000 tiny runs.
 
-A few runs are really trained; the others are copies under other ids and seeds.
+A few runs are really trained; the others are copies under other ids and seeds, whose files are hard links but for what
+names them: reading them is reading from memory.
 
-python benchmarks/many_runs.py                  # prints the table and writes benchmarks/many_runs.md
+python benchmarks/many_runs.py                  # writes its section of benchmarks/results.md
 """
 
 import argparse
 import json
-import platform
+import os
 import resource
 import shutil
 import subprocess
@@ -20,31 +21,39 @@ from typing import Any
 import pandas as pd
 import yaml
 
+import page
 from normlab import composing, results, store
 from normlab.train import train
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(page.ROOT / "analysis"))
+import arms  # pyright: ignore[reportMissingImports]
+
 RUNS = 1_000
 STEPS = 50
 TINY = [
     *("data=markov", "data.vocab=16", "data.batch_size=4", "eval.batches=2", "eval.every=10", "probe.batches=2"),
-    *("model.depth=2", "model.width=16", "model.heads=2", "model.context=16", f"steps={STEPS}", "log=disabled"),
+    *("model.width=16", "model.heads=2", "model.context=16", "log=disabled"),
 ]
 ARMS = [(placement, lr) for placement in ("pre", "post") for lr in ("1e-3", "1e-2")]
+STUDIES = {"depth 2, 50 steps": (2, STEPS), "depth 24, 1,000 steps": (24, 1_000)}
 LAYERS = {"all three": True, "runs and steps": False}
+FIGURE = page.ROOT / "analysis" / "fig_depth_placement.py"
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, depth: int = 2, steps: int = STEPS, runs: int = RUNS) -> None:
     """The study, as its runs would have left it."""
     real = []
     for placement, lr in ARMS:
-        overrides = [*TINY, f"model.placement={placement}", f"optim.lr={lr}", f"runs_dir={folder}", "study=many"]
-        real.append(folder / "many" / train(composing.config(ROOT, overrides))["run_id"])
-    for number in range(len(real), RUNS):
+        overrides = [*TINY, f"model.depth={depth}", f"steps={steps}", f"model.placement={placement}", f"optim.lr={lr}"]
+        cfg = composing.config(page.ROOT, [*overrides, f"runs_dir={folder}", "study=many"])
+        real.append(folder / "many" / train(cfg)["run_id"])
+    for number in range(len(real), runs):
         original = real[number % len(real)]
         copy = folder / "many" / f"{number:010x}"
-        shutil.copytree(original, copy, ignore=shutil.ignore_patterns("checkpoint.pt"))
-        (copy / "checkpoint.pt").hardlink_to(original / "checkpoint.pt")
+        shutil.copytree(original, copy, copy_function=os.link)
+        for name in ("config.yaml", "run.json"):
+            (copy / name).unlink()
+            shutil.copy(original / name, copy)
         settings = yaml.safe_load((copy / "config.yaml").read_text()) | {"seed": number}
         (copy / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
         record = store.read_record(copy)
@@ -67,10 +76,10 @@ def summary(found: results.Results) -> pd.DataFrame:
 
 
 def measure(folder: Path, layers: bool) -> dict[str, Any]:
-    """In this process, which has done nothing else."""
-    before = _peak()
+    """In this process, which has done nothing else. As the figures read: beyond arms.MOST_ROWS layer rows, thinned."""
+    before = peak()
     start = time.perf_counter()
-    found = results.load(folder, layers=layers)
+    found = results.load(folder, layers=layers, most_rows=arms.MOST_ROWS)
     loaded = time.perf_counter()
     table = summary(found)
     done = time.perf_counter()
@@ -79,12 +88,12 @@ def measure(folder: Path, layers: bool) -> dict[str, Any]:
         "rows": [len(found.runs), len(found.steps), len(found.layers)],
         "load": loaded - start,
         "summary": done - loaded,
-        "peak": _peak() - before,
+        "peak": peak() - before,
     }
 
 
-def _peak() -> float:
-    """MiB. On Linux, getrusage would count the process that started this one too."""
+def peak() -> float:
+    """Memory of this process at the most so far, MiB. On Linux, getrusage counts the process that began this too."""
     status = Path("/proc/self/status")
     if status.exists():
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmHWM" in line) / 2**10
@@ -99,28 +108,34 @@ def main() -> None:
     if asked.load:
         print(json.dumps(measure(asked.load, LAYERS[asked.tables])))
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        make(folder)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        lines = [
-            "# Cost of reading a large study",
-            "",
-            f"{RUNS:,} runs of {STEPS} steps, depth 2: {size / 2**20:.0f} MiB on disk, {size / RUNS / 2**10:.0f} KiB a "
-            f"run. `results.load` and a summary by arm, each line in a fresh process; memory beyond the imports. "
-            f"{platform.machine()}, pandas {pd.__version__}. Command: `make bench`.",
-            "",
-            "| tables read | rows | load (s) | summary (s) | peak memory (MiB) |",
-            "|---|---|---|---|---|",
-        ]
-        print(*lines[2:], sep="\n")
-        for name in LAYERS:
-            command = [sys.executable, __file__, "--load", str(folder), "--tables", name]
-            told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
-            rows = " + ".join(f"{count:,}" for count in told["rows"])
-            lines.append(f"| {name} | {rows} | {told['load']:.2f} | {told['summary']:.2f} | {told['peak']:.0f} |")
-            print(lines[-1], flush=True)
-    (ROOT / "benchmarks" / "many_runs.md").write_text("\n".join(lines) + "\n")
+    rows = []
+    for study, (depth, steps) in STUDIES.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            make(folder, depth, steps)
+            for name in LAYERS:
+                command = [sys.executable, __file__, "--load", str(folder), "--tables", name]
+                told = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+                counts = " + ".join(f"{count:,}" for count in told["rows"])
+                rows.append(
+                    (study, name, counts, f"{told['load']:.1f}", f"{told['summary']:.1f}", f"{told['peak']:.0f}")
+                )
+                print(rows[-1], flush=True)
+            begun = time.perf_counter()
+            command = [sys.executable, str(FIGURE), str(folder / "many"), "--out", str(folder / "figures")]
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            rows.append((study, f"one page: {FIGURE.name}", "", f"{time.perf_counter() - begun:.1f}", "", ""))
+            print(rows[-1], flush=True)
+    lines = [
+        f"{RUNS:,} runs, four of them trained, the others hard links to their files, so that all is read from memory. "
+        "`results.load` as the figures use it (at most "
+        f"{arms.MOST_ROWS / 1e6:.0f} million rows of layer statistics: beyond, those of every step are read at each "
+        "k-th step) and a summary by arm, each line in a fresh process; memory beyond the imports. "
+        f"{page.where()} Command: `python benchmarks/many_runs.py`.",
+        "",
+        *page.table(["runs of", "tables read", "rows", "load (s)", "summary (s)", "peak memory (MiB)"], rows),
+    ]
+    page.write("Reading a large study", lines)
 
 
 if __name__ == "__main__":

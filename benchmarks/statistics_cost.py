@@ -3,12 +3,10 @@
 Arms: bare training; the every-step statistics of a run, read and written to disk as train() does; wandb.watch with
 log_freq=1, the usual way to see gradients of every step. And the time of one full profile.
 
-make bench                                      # prints the tables and writes benchmarks/results.md
+python benchmarks/statistics_cost.py            # writes its section of benchmarks/results.md
 """
 
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import torch
 import wandb
 
+import page
 from normlab import composing, data, optim, store
 from normlab.config import Config
 from normlab.init import initialise
@@ -25,7 +24,6 @@ from normlab.meter import StepMeter
 from normlab.model import build
 from normlab.probe import Profile
 
-ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (6, 24, 48, 96)
 REPEATS = 7
 STEPS = 10  # as log.every: one read of the device for each
@@ -103,7 +101,7 @@ class WandbWatch(Bare):
 
 def measure(depth: int, folder: Path) -> list[float]:
     """Median step seconds of the bare arm, then the medians of the paired ratios of the two others."""
-    cfg = composing.config(ROOT, ["data=markov", f"model.depth={depth}", "log=disabled"])
+    cfg = composing.config(page.ROOT, ["data=markov", f"model.depth={depth}", "log=disabled"])
     (folder / "own").mkdir(parents=True)
     (folder / "wandb").mkdir()
     arms = [Bare(cfg), Watched(cfg, folder / "own"), WandbWatch(cfg, folder / "wandb")]
@@ -117,7 +115,7 @@ def measure(depth: int, folder: Path) -> list[float]:
 
 def profile_seconds(depth: int) -> float:
     """Of one full profile over the default number of batches."""
-    cfg = composing.config(ROOT, ["data=markov", f"model.depth={depth}"])
+    cfg = composing.config(page.ROOT, ["data=markov", f"model.depth={depth}"])
     source = data.load(cfg.data)
     model = build(cfg.model, source.vocab)
     initialise(model, cfg.model, seed=0)
@@ -131,30 +129,26 @@ def profile_seconds(depth: int) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    lines = [
-        "# Cost of watching",
-        "",
-        f"Width 64, context 64, batch 8, AdamW, fp32; medians of {REPEATS} interleaved repeats of {STEPS} steps, "
-        f"paired ratios. torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, "
-        f"commit {commit.stdout.strip() or 'unknown'}. Command: `make bench`.",
-        "",
-        "Every step: gradient, weight and update norm, update ratio and share below Adam's eps of every weight tensor,",
-        "and the live spike detectors; read, judged and written to disk every 10 steps.",
-        "",
-        "| depth | bare step (ms) | every-step statistics: ratio | wandb.watch(log_freq=1): ratio | profile (s) |",
-        "|---|---|---|---|---|",
-    ]
-    print(lines[-2])
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for depth in DEPTHS:
             bare, watched, wandb_watch = measure(depth, Path(folder) / str(depth))
             took = profile_seconds(depth)
-            lines.append(f"| {depth} | {bare * 1e3:.1f} | {watched:.3f} | {wandb_watch:.3f} | {took:.2f} |")
-            print(lines[-1], flush=True)
-    (ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
+            rows.append((depth, f"{bare * 1e3:.1f}", f"{watched:.3f}", f"{wandb_watch:.3f}", f"{took:.2f}"))
+            print(rows[-1], flush=True)
+    columns = ["depth", "bare step (ms)", "every-step statistics", "wandb.watch(log_freq=1)", "profile (s)"]
+    lines = [
+        f"Width 64, context 64, batch 8, AdamW, fp32, {torch.get_num_threads()} threads; medians of {REPEATS} "
+        f"interleaved repeats of {STEPS} steps, paired ratios to the bare step. {page.where()} Command: "
+        "`python benchmarks/statistics_cost.py`.",
+        "",
+        "Every step: gradient, weight and update norm, update ratio and share below Adam's eps of every weight tensor, "
+        "and the live spike detectors; read, judged and written to disk every 10 steps. The bare step has torch's "
+        "optimizer on the model's parameters; a run's steps on one flat buffer, which is faster for small tensors.",
+        "",
+        *page.table(columns, rows),
+    ]
+    page.write("Cost of watching", lines)
 
 
 if __name__ == "__main__":
