@@ -50,6 +50,11 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
+# About an hour on a machine that does nothing else. NANOGPT: a checkout of karpathy/nanoGPT to compare with.
 bench: $(VENV)/.installed
+	$(PY) benchmarks/throughput.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	$(PY) benchmarks/statistics_cost.py
+	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/scheduling.py
 	$(PY) benchmarks/many_runs.py
+	$(PY) benchmarks/scaling.py
