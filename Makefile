@@ -53,3 +53,4 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/many_runs.py
+	$(PY) benchmarks/packing.py
