@@ -9,6 +9,7 @@ python benchmarks/packing.py --widths 32 --depths 6
 
 import argparse
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -103,8 +104,9 @@ def main() -> None:
         "How many times as fast a run's step is in a pack of K as alone (above 1: packing pays). Context 64, batch 8,",
         f"AdamW, fp32, default model but for width and depth; medians of paired ratios of {REPEATS} rounds in which",
         f"each arm, a process of its own, makes {SAMPLE} steps of runs. CPU time, torch {torch.__version__}, 1 thread,",
-        f"{platform.machine()}, commit {commit.stdout.strip() or 'unknown'}.",
-        "Command: `python benchmarks/packing.py`.",
+        f"{platform.machine()}, commit {commit.stdout.strip() or 'unknown'}, load average {os.getloadavg()[1]:.1f} on "
+        f"{os.cpu_count()} cores. Command: `python benchmarks/packing.py`.",
+        "Part of what heads of width 4 and 8 gain is the pack's own form of attention (`stacked.attend`).",
         "",
         f"| width | depth | alone (ms) | {' | '.join(f'pack={size}' for size in SIZES)} |",
         "|---" * (3 + len(SIZES)) + "|",

@@ -255,9 +255,9 @@ def test_what_may_share_a_pack(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["precision=fp16"], "precision=fp16; packed: fp32"),
-        (["model.dropout=0.1"], "model.dropout=0.1; packed: 0"),
-        (["compile=true"], "compile=True; packed: False"),
+        (["precision=fp16"], "precision=fp16; in a pack: fp32"),
+        (["model.dropout=0.1"], "model.dropout=0.1; in a pack: 0"),
+        (["compile=true"], "compile=True; in a pack: False"),
         (["model.norm=batchnorm"], "BatchNorm"),
         (["model.ffn=moe"], "MoE"),
         (["model.placement=normformer"], "Attention"),
@@ -293,5 +293,5 @@ def test_a_multirun_packs_what_shares_its_shape(tmp_path, launcher):
 def test_a_run_that_no_pack_takes_says_so_and_trains(starter, tmp_path):
     command = ["-m", *TINY, "seed=0,1", "model.dropout=0.1", "pack=2", f"runs_dir={tmp_path / 'runs'}"]
     assert starter.start(command, tmp_path).wait(120) == 0
-    assert (tmp_path / "stderr").read_text().count("trains alone, not in a pack: model.dropout=0.1; packed: 0") == 2
+    assert (tmp_path / "stderr").read_text().count("trains alone, not in a pack: model.dropout=0.1; in a pack: 0") == 2
     assert set(load(tmp_path / "runs").runs.status) == {"finished"}

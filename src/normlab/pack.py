@@ -35,9 +35,10 @@ def alone(cfg: Config) -> str | None:
         ("compile", cfg.compile, False),
     ):
         if value != packed:
-            return f"{key}={value}; packed: {packed}"
+            return f"{key}={value}; in a pack: {packed}"
+    vocab = task.make(cfg).vocab
     with torch.device("meta"):
-        part = stacked.lacking(build(cfg.model, task.make(cfg).vocab))
+        part = stacked.lacking(build(cfg.model, vocab))
     return part and f"a pack has no form for {part}"
 
 

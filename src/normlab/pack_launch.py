@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,8 @@ def train(cfg: Config) -> Record:
     if cfg.pack == 1 or folder is None:
         return single.train(cfg)
     mine = _path(cfg)
-    if reason := pack.alone(cfg):
+    reason = "submitit gives each run its own task" if "SUBMITIT_EXECUTOR" in os.environ else pack.alone(cfg)
+    if reason:
         print(f"{cfg.study}/{mine.name}: trains alone, not in a pack: {reason}", file=sys.stderr)
         return single.train(cfg)
     planned, others = launch.planned(folder), True
