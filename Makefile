@@ -58,3 +58,4 @@ bench: $(VENV)/.installed
 	$(PY) benchmarks/scheduling.py
 	$(PY) benchmarks/many_runs.py
 	$(PY) benchmarks/scaling.py
+	$(PY) benchmarks/packing.py

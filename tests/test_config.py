@@ -14,8 +14,8 @@ from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.init import INITS
 from normlab.optim import OPTIMIZERS, SCHEDULES
+from normlab.pack_launch import train
 from normlab.residual import PLACEMENTS
-from normlab.train import train
 
 
 @pytest.mark.parametrize(

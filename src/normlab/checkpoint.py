@@ -28,7 +28,7 @@ def write(folder: Path, run_id: str, state: Mapping[str, Any], device: torch.dev
     parts = {"format": FORMAT, "run_id": run_id, **state, "random": _random_state(device)}
     try:
         with naming(last), temporary.open("wb") as file:
-            _save(_canonical(parts | {"parts": sorted(parts)}), file)
+            _save(_canonical(parts | {"parts": sorted(parts)}, {}), file)
             os.fsync(file.fileno())
     except BaseException:
         with suppress(OSError):
@@ -120,12 +120,16 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _canonical(value: Any) -> Any:
-    """Equal states as equal bytes: pickle tells two equal strings from one string that comes twice."""
+def _canonical(value: Any, own: dict[tuple, torch.Tensor]) -> Any:
+    """Equal states as equal bytes: pickle tells two equal strings from one string that comes twice, and keeps all of
+    the memory that a tensor is a part of. own: of such tensors, each once, where several names share it."""
     if isinstance(value, Mapping):
-        return {_canonical(key): _canonical(item) for key, item in value.items()}
+        return {_canonical(key, own): _canonical(item, own) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_canonical(item) for item in value]
+        return [_canonical(item, own) for item in value]
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        return own[place] if place in own else own.setdefault(place, value.clone())
     return sys.intern(value) if isinstance(value, str) else value
 
 

@@ -121,7 +121,10 @@ def run_job(job: Job, raw: DictConfig) -> float | None:
         if isinstance(stop, KeyboardInterrupt) and not launch.is_parent():
             return None  # the parent was told too, and this process may be another's worker
         raise
-    print(report(cfg, record), flush=True)
+    failed = record["status"] == "failed" and "packed_with" in record
+    print(report(cfg, record), file=sys.stderr if failed else sys.stdout, flush=True)
+    if failed:
+        told = replace(told, traceback=str(trace))
     status = "left alone" if record["status"] == "running" else record["status"]
     replace(told, status=status, verdict=record.get("verdict"), reason=record.get("reason")).leave()
     loss = record.get("final_val_loss")
@@ -144,13 +147,16 @@ def describe(cfg: Config) -> str:
 def report(cfg: Config, record: dict[str, Any]) -> str:
     """One line about a run: its outcome, or why it was left alone."""
     who = f"{cfg.study}/{record['run_id']}  {describe(cfg)}:"
+    packed = f", in the pack of {record['packed_with']}" if "packed_with" in record else ""
     if record["status"] == "running":
         return f"{who}  left alone: another process runs it"
+    if record["status"] == "failed" and packed:
+        return f"{who}  failed{packed}: {record['reason']}"
     if record["status"] != "finished":
         return f"{who}  left as it is: {record['status']} (relaunch.{record['status']}=resume goes on with it)"
     loss = record["final_val_loss"] if cfg.steps else record["init_val_loss"]
     again = " (finished before; relaunch.finished=restart repeats it)"
-    took = again if record.get("reused") else f"  {record['seconds']:.1f} s"
+    took = again if record.get("reused") else f"  {record['seconds']:.1f} s{packed}"
     return f"{who}  {record['verdict'] or 'profiled'}  val loss {loss:.3f}{took if cfg.steps else ''}"
 
 

@@ -160,6 +160,7 @@ class Config(Section):
     device: Annotated[str, AfterValidator(_device)]
     precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
+    pack: PositiveInt
     threads: PositiveInt
     runs_dir: Annotated[str, AfterValidator(absolute)]
 
@@ -197,7 +198,7 @@ class Config(Section):
 
         The rules that label a run are left out too: normlab.relabel applies others to what was measured.
         """
-        exclude = {"study", "runs_dir", "log", "device", "spikes", "verdict", "checkpoint", "relaunch"}
+        exclude = {"study", "runs_dir", "log", "device", "spikes", "verdict", "checkpoint", "relaunch", "pack"}
         settings = self.model_dump(mode="json", exclude=exclude)
         if self.stop.hopeless:  # these then say how many steps are made
             settings["stop"] |= {"rise": self.verdict.rise, "patience": self.verdict.patience, "every": self.log.every}

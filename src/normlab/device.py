@@ -47,6 +47,10 @@ class Clock:
         self.total += lap
         return lap
 
+    def skip(self, seconds: float) -> None:
+        """Leave out seconds that went to something else."""
+        self._mark += seconds
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         start = time.perf_counter()

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,25 @@ from normlab.task import Batch, Task, micro_batches
 from normlab.tensors import count_parameters
 
 
+class Asked(NamedTuple):
+    """An update of a run's model that whoever drives the run shall make: on this batch, at this rate."""
+
+    fit: "Fit"
+    batch: Batch
+    lr: float
+
+
+class Made(NamedTuple):
+    """What an update told: the batch's loss, and of the tensors meter.STATS and counts of non-finite gradients."""
+
+    loss: Tensor
+    norms: Tensor  # (tensors,), of the gradients
+    nonfinite: Tensor  # (tensors,)
+    others: Tensor  # (4, tensors)
+
+
 class Fit:
-    """The state of one training run and its loop."""
+    """The state of one training run and its loop, which asks for updates: `made` makes one, normlab.pack several."""
 
     def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
         seed_all(cfg.seed)
@@ -56,17 +73,17 @@ class Fit:
         self.start, self.init_val_loss, self.stopped = 0, math.nan, None
         self.saved = time.monotonic()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, signals: Postponed) -> Generator[Asked, Made, dict[str, Any]]:
         if self.start == 0:
             self.init_val_loss = self.evaluate()
-        with Postponed() as signals:
-            self.steps(signals)
+        with signals:
+            yield from self.steps(signals)
         if self.journal.ended:
             return self.result(float("nan"), "not finite")
         self.write_profile(len(self.journal.losses), before_a_step=False)
         return self.result(self.evaluate() if self.cfg.steps else self.init_val_loss, self.stopped)
 
-    def steps(self, signals: Postponed) -> None:
+    def steps(self, signals: Postponed) -> Generator[Asked, Made, None]:
         """The training steps that are left; a checkpoint of the last one, unless it was not finite."""
         cfg, journal = self.cfg, self.journal
         for step in range(self.start, cfg.steps if self.stopped is None else 0):
@@ -84,12 +101,10 @@ class Fit:
             if journal.ended:
                 break
             batch = self.to_device(self.task.batch(cfg.seed, step))
-            loss = self.backward(batch)
-            norms, nonfinite = self.meter.gradients(self.scaler)
-            others = self.update(row["lr"], norms)
+            made = yield Asked(self, batch, row["lr"])
             if cfg.probe.sharpness and self.profiled(step):
                 row["critical_sharpness"] = self.sharpness(batch, row["lr"])
-            journal.add(row, loss, self.scaler.scale(self.one), norms, nonfinite, others)
+            journal.add(row, made.loss, self.scaler.scale(self.one), made.norms, made.nonfinite, made.others)
             self.scaler.update()
 
             if (step + 1) % cfg.log.every == 0 or step + 1 == cfg.steps:
@@ -138,6 +153,12 @@ class Fit:
         self.clock.total = self.journal.replay()
         checkpoint.restore_random(state, self.device)
 
+    def made(self, asked: Asked) -> Made:
+        """This run's update, by itself."""
+        loss = self.backward(asked.batch)
+        norms, nonfinite = self.meter.gradients(self.scaler)
+        return Made(loss, norms, nonfinite, self.update(asked.lr, norms))
+
     def backward(self, batch: Batch) -> Tensor:
         """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
         losses = []
@@ -154,9 +175,12 @@ class Fit:
         """
         if self.cfg.optim.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.meter.flat, self.cfg.optim.clip, global_norm(norms))
+        self.set_rate(lr)
+        return self.meter.update((~norms.isfinite()).any().float() if self.scaler.is_enabled() else None)
+
+    def set_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        return self.meter.update((~norms.isfinite()).any().float() if self.scaler.is_enabled() else None)
 
     def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the step descends, and its cross-entropy."""

@@ -14,10 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from normlab.config import Config
 from normlab.files import write_atomically
 from normlab.signals import STOPPING
 
@@ -162,6 +164,18 @@ def is_over() -> bool:
     """Whether the launch has been stopped or has ended. What is in Slurm's queue goes on without its parent."""
     folder = Path(os.environ[FOLDER])
     return os.environ.get("SUBMITIT_EXECUTOR") != "slurm" and (not folder.exists() or (folder / "stop").exists())
+
+
+def folder() -> Path | None:
+    """The folder of the launch that this process works for, if there is one."""
+    path = Path(os.environ.get(FOLDER, ""))
+    return path if FOLDER in os.environ and path.is_dir() else None
+
+
+@lru_cache(maxsize=1)
+def planned(folder: Path) -> list[Config]:
+    """The configs of a launch, in the order of its jobs."""
+    return [Config.model_validate_json(cfg) for cfg in json.loads((folder / "plan.json").read_text())]
 
 
 def is_planned(cfg: str) -> bool:

@@ -71,38 +71,70 @@ class Flat:
         """Elements that it takes, the gap behind it included."""
         return -(-parameter.numel() // _ALIGNED) * _ALIGNED
 
-    def views(self, whole: Tensor) -> list[Tensor]:
-        """The parts of a buffer that hold the parameters' elements, shaped like them, chunk by chunk."""
-        parameters = [p for chunk in self.chunks for p in chunk.parameters]
-        parts = zip(whole.split(list(map(self.room, parameters))), parameters, strict=True)
-        return [part[: p.numel()].view_as(p) for part, p in parts]
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """As they lie in the buffer."""
+        return [p for chunk in self.chunks for p in chunk.parameters]
 
-    def flattened(self, chunk: Chunk, values: Sequence[Tensor | None]) -> Tensor:
-        """A value for each parameter of the chunk, None for zeros, as a flat copy."""
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The parts of a buffer that hold the parameters' elements, shaped like them, chunk by chunk.
+
+        (..., size) -> (..., *shape): several models may have a row each.
+        """
+        parts = zip(whole.split(list(map(self.room, self.parameters)), dim=-1), self.parameters, strict=True)
+        return [part[..., : p.numel()].view((*whole.shape[:-1], *p.shape)) for part, p in parts]
+
+    def flattened(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor | None], *lead: int) -> Tensor:
+        """A value (*lead, *shape) for each of these parameters, None for zeros, as they lie in the buffer: a copy."""
         pieces: list[Tensor] = []
-        for parameter, value in zip(chunk.parameters, values, strict=True):
-            pieces.append(torch.zeros_like(parameter).view(-1) if value is None else value.reshape(-1))
+        for parameter, value in zip(parameters, values, strict=True):
+            pieces.append(parameter.new_zeros(*lead, parameter.numel()) if value is None else value.reshape(*lead, -1))
             gap = self.room(parameter) - parameter.numel()
             if gap:
-                pieces.append(self._zeros[:gap])
-        return torch.cat(pieces)
+                pieces.append(self._zeros[:gap].expand(*lead, gap))
+        return torch.cat(pieces, dim=-1)
 
     def sums(self, chunk: Chunk, per_row: Tensor) -> Tensor:
-        """(rows,) -> (tensors of the chunk,), in float64."""
-        return torch.segment_reduce(per_row.to(self.wide), "sum", offsets=chunk.offsets, unsafe=True)
+        """(..., rows) -> (..., tensors of the chunk), in float64."""
+        offsets, axis = chunk.offsets.expand(*per_row.shape[:-1], -1), per_row.ndim - 1
+        return torch.segment_reduce(per_row.to(self.wide), "sum", offsets=offsets, axis=axis, unsafe=True)
 
     def norms(self, chunk: Chunk, values: Tensor) -> Tensor:
-        """(tensors of the chunk,) L2 norms.
+        """(..., elements) -> (..., tensors of the chunk) L2 norms.
 
         float32 squares overflow above 1e19 and vanish below 1e-23: where that could have happened, or on a device that
         would have to be waited for to know, the sums run in float64.
         """
-        rows = values.view(-1, self.row)
-        if values.device.type == "cpu":
-            found = self.sums(chunk, torch.linalg.vector_norm(rows, dim=1).square_()).sqrt_()
-            if bool(((found > 1e-12) & (found < 1e12)).all()):
-                return found
-        return self.sums(chunk, torch.linalg.vector_norm(rows, dim=1, dtype=self.wide).square_()).sqrt_()
+        rows = values.view(*values.shape[:-1], -1, self.row)
+        if values.device.type != "cpu":
+            return self._wide_norms(chunk, rows)
+        found = self.sums(chunk, torch.linalg.vector_norm(rows, dim=-1).square_()).sqrt_()
+        extreme = ~((found > 1e-12) & (found < 1e12)).all(-1)
+        if bool(extreme.any()):  # of several models each for itself: none hangs on another
+            found[extreme] = self._wide_norms(chunk, rows[extreme])
+        return found
+
+    def _wide_norms(self, chunk: Chunk, rows: Tensor) -> Tensor:
+        return self.sums(chunk, torch.linalg.vector_norm(rows, dim=-1, dtype=self.wide).square_()).sqrt_()
+
+    def nonfinite(self, grads: Sequence[Tensor], norms: Tensor) -> Tensor:
+        """(..., tensors) counts of numbers that are not finite, in the gradients (..., elements) of each chunk.
+
+        norms: theirs, which tell a device that need not be waited for that there are none.
+        """
+        if norms.device.type == "cpu" and bool(norms.isfinite().all()):
+            return torch.zeros_like(norms)
+        bad = [(~grad.isfinite()).view(*grad.shape[:-1], -1, self.row).sum(-1) for grad in grads]
+        return self.ordered(list(map(self.sums, self.chunks, bad)))
+
+    def below(self, chunk: Chunk, second_moment: Tensor, limit: Tensor | float, out: Tensor) -> Tensor:
+        """(..., elements) -> (..., tensors of the chunk): the share of elements below the limit. out: room for them."""
+        if second_moment.device.type == "cpu" and bool((second_moment.amin(-1, keepdim=True) > limit).all()):
+            return chunk.counts.new_zeros((*second_moment.shape[:-1], len(chunk.counts)))  # in one pass over memory
+        above = torch.sub(second_moment, limit, out=out).sign_()  # +1, or -1 below
+        signs = above.view(*above.shape[:-1], -1, self.row).sum(-1)
+        room = chunk.counts + chunk.padding
+        return ((room - self.sums(chunk, signs)) / 2 - chunk.padding) / chunk.counts  # padding is below
 
     def ordered(self, parts: Sequence[Tensor]) -> Tensor:
         """(..., tensors of each chunk) -> (..., tensors), as `ids` are."""
@@ -141,36 +173,44 @@ class StepMeter:
         self.ids = self._flat.ids
         chunks = self._flat.chunks
         with torch.no_grad():
-            self.weights = torch.cat([self._flat.flattened(chunk, [*chunk.parameters]) for chunk in chunks])
-        moved = [p for chunk in chunks for p in chunk.parameters]
-        for parameter, view in zip(moved, self._flat.views(self.weights), strict=True):
-            parameter.data = view
+            self.weights = self._flat.flattened(self._flat.parameters, self._flat.parameters)
+        self._show_weights()
         self.flat = [nn.Parameter(self.weights[chunk.start : chunk.stop]) for chunk in chunks]
         for i, group in enumerate(optimizer.param_groups):
             group["params"] = [flat for flat, chunk in zip(self.flat, chunks, strict=True) if chunk.group == i]
         self._scratch = torch.empty_like(self.weights[: max(map(len, self.flat))])
         self.last_update = torch.zeros_like(self.weights) if keep_update else None
 
+    @property
+    def layout(self) -> Flat:
+        """Where each parameter lies."""
+        return self._flat
+
+    @torch.no_grad()
+    def move(self, buffer: Tensor) -> None:
+        """Keep the weights in another buffer of their size from now on."""
+        self.weights = buffer.copy_(self.weights)
+        self._show_weights()
+        for flat, chunk in zip(self.flat, self._flat.chunks, strict=True):
+            flat.data = buffer[chunk.start : chunk.stop]
+
+    def _show_weights(self) -> None:
+        for parameter, view in zip(self._flat.parameters, self._flat.views(self.weights), strict=True):
+            parameter.data = view
+
     @torch.no_grad()
     def gradients(self, scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, Tensor]:
         """(tensors,) norms of the gradients, unscaled, before any clipping, and counts of their non-finite numbers."""
         grads = []
         for flat, chunk in zip(self.flat, self._flat.chunks, strict=True):
-            flat.grad = self._flat.flattened(chunk, [p.grad for p in chunk.parameters])
+            flat.grad = self._flat.flattened(chunk.parameters, [p.grad for p in chunk.parameters])
             grads.append(flat.grad)
             for parameter in chunk.parameters:
                 parameter.grad = None
         if scaler is not None:
             scaler.unscale_(self._optimizer)
         found = self._flat.ordered(list(map(self._flat.norms, self._flat.chunks, grads)))
-        if found.device.type == "cpu" and bool(found.isfinite().all()):
-            return found, torch.zeros_like(found)
-        return found, self._flat.ordered(
-            [
-                self._flat.sums(chunk, (~grad.isfinite()).view(-1, self._flat.row).sum(1))
-                for grad, chunk in zip(grads, self._flat.chunks, strict=True)
-            ]
-        )
+        return found, self._flat.nonfinite(grads, found)
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> Tensor:
@@ -182,7 +222,7 @@ class StepMeter:
         for flat in self.flat:
             flat.grad = None  # and the optimizer leaves it alone
         found = []
-        for flat, chunk, grad in zip(self.flat, self._flat.chunks, grads, strict=True):
+        for i, (flat, chunk, grad) in enumerate(zip(self.flat, self._flat.chunks, grads, strict=True)):
             change = self._scratch[: len(flat)].copy_(flat)
             weight = self._flat.norms(chunk, change)
             flat.grad = grad
@@ -193,7 +233,7 @@ class StepMeter:
             ratio = torch.where(weight > 0, moved / weight, math.nan)
             if self.last_update is not None:
                 self.last_update[chunk.start : chunk.stop] = change
-            found.append(torch.stack((weight, moved, ratio, self._below_eps(flat, chunk))))
+            found.append(torch.stack((weight, moved, ratio, self._below_eps(i))))
         return self._flat.ordered(found)
 
     def _step(self, flat: nn.Parameter, skip: Tensor | None) -> None:
@@ -209,19 +249,22 @@ class StepMeter:
         elif not skip:
             self._optimizer.step()
 
-    def _below_eps(self, flat: nn.Parameter, chunk: Chunk) -> Tensor:
-        state, group = self._optimizer.state.get(flat, {}), self._optimizer.param_groups[chunk.group]
-        if "exp_avg_sq" not in state or not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
+    def _below_eps(self, i: int) -> Tensor:
+        chunk, told = self._flat.chunks[i], self.second_moment(i)
+        if told is None:
             return torch.full_like(chunk.counts, math.nan)
+        return self._flat.below(chunk, *told, out=self._scratch[: len(self.flat[i])])
+
+    def second_moment(self, i: int) -> tuple[Tensor, Tensor | float] | None:
+        """Adam's v of chunk i, and the value below which its bias-corrected root is below eps; None without a v."""
+        flat, group = self.flat[i], self._optimizer.param_groups[self._flat.chunks[i].group]
+        state = self._optimizer.state.get(flat, {})
+        if "exp_avg_sq" not in state or not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
+            return None
         steps = float(state["step"]) if state["step"].device.type == "cpu" else state["step"]
         limit, tiny = group["eps"] ** 2 * (1 - group["betas"][1] ** steps), torch.finfo(flat.dtype).tiny
         limit = limit.clamp(min=tiny) if isinstance(limit, Tensor) else max(limit, tiny)  # no wait for the device
-        if flat.device.type == "cpu" and bool(state["exp_avg_sq"].amin() > limit):
-            return torch.zeros_like(chunk.counts)  # as mostly: one pass over memory in place of three
-        above = torch.sub(state["exp_avg_sq"], limit, out=self._scratch[: len(flat)]).sign_()  # +1, or -1 below
-        signs = above.view(-1, self._flat.row).sum(1)
-        room = chunk.counts + chunk.padding
-        return ((room - self._flat.sums(chunk, signs)) / 2 - chunk.padding) / chunk.counts  # padding is below
+        return state["exp_avg_sq"], limit
 
 
 def global_norm(norms: Tensor) -> Tensor:

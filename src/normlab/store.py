@@ -171,10 +171,12 @@ class RunFolder:
             rest = rest[whole:]
 
     def close(self) -> None:
-        if self._waiting:
-            self._write_part(self._pending())
-            self._tables, self._waiting = [], 0
-        self._metrics.close()
+        try:
+            if self._waiting:
+                self._write_part(self._pending())
+                self._tables, self._waiting = [], 0
+        finally:
+            self._metrics.close()
 
     def _parts(self) -> list[Path]:
         return sorted(self.path.glob("layers/part-*.parquet"))

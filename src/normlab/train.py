@@ -3,7 +3,8 @@
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import torch
 from normlab import checkpoint, journal, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import device_name, pick_device
-from normlab.fit import Fit
+from normlab.fit import Asked, Fit, Made
 from normlab.log import Log
+from normlab.signals import Postponed
 from normlab.task import Task
 
+Record = dict[str, Any]  # run.json's content
+Training = Generator[Asked, Made, Record]  # a run that asks for its updates, is sent what they told, returns its record
 
-def train(cfg: Config) -> dict[str, Any]:
+
+def train(cfg: Config) -> Record:
     """Run one configuration and return run.json's content.
 
     A run that an earlier launch left is skipped, resumed from its last checkpoint or restarted, as cfg.relaunch says
@@ -25,6 +30,22 @@ def train(cfg: Config) -> dict[str, Any]:
     record, status `running`. Divergence is a result. Any exception is recorded as `failed` with its traceback and
     raised again; a signal lets the step finish, writes a checkpoint and marks the run `interrupted`.
     """
+    with closing(training(cfg, Postponed())) as run:
+        try:
+            asked = next(run)
+            while True:
+                try:
+                    made = asked.fit.made(asked)
+                except BaseException as error:
+                    asked = run.throw(error)
+                else:
+                    asked = run.send(made)
+        except StopIteration as end:
+            return end.value
+
+
+def training(cfg: Config, signals: Postponed) -> Training:
+    """`train`, but for the updates: whoever drives it makes them, one run's or those of several at once."""
     torch.set_num_threads(cfg.threads)
     device = pick_device(cfg.device)
     learned = task.make(cfg)
@@ -41,7 +62,7 @@ def train(cfg: Config) -> dict[str, Any]:
         state = None
         if what == "resume":
             state = checkpoint.read(path, run_id, lambda state: store.check_kept(path, state["kept"]))
-        return _recorded(cfg, learned, device, path, earlier, state)
+        return (yield from _recorded(cfg, learned, device, path, earlier, state, signals))
 
 
 def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, Any]:
@@ -65,7 +86,8 @@ def _recorded(
     path: Path,
     earlier: Mapping[str, Any],
     state: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+    signals: Postponed,
+) -> Training:
     """Train, from a checkpoint's state if there is one, with the record kept whatever happens."""
     source = learned.source
     attempt = {
@@ -93,7 +115,8 @@ def _recorded(
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             log.summary(folder.record)  # what is known of a run that is killed
             try:
-                result = _fitted(cfg, learned, device, folder, log, state) | {"status": "finished"}
+                result = yield from _fitted(cfg, learned, device, folder, log, state, signals)
+                result["status"] = "finished"
             except BaseException as error:
                 _record_end(folder, error)
                 log.summary(folder.record)
@@ -114,14 +137,15 @@ def _fitted(
     folder: store.RunFolder,
     log: Log,
     state: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+    signals: Postponed,
+) -> Training:
     """The numbers of run.json, once all rows are written."""
     fit = Fit(cfg, learned, device, folder, log)
     if state:
         print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
         fit.resume(state)
     try:
-        result = fit.run()
+        result = yield from fit.run(signals)
     except (KeyboardInterrupt, SystemExit):
         fit.journal.flush(fit.clock.lap)  # the steps that were made
         raise
@@ -134,10 +158,12 @@ def _record_end(folder: store.RunFolder, error: BaseException) -> None:
     """Why a run ended early, in its folder; on stderr where that cannot be written."""
     if folder.record["status"] != "running":
         return
-    status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+    status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit) else "failed"
     try:
         folder.update(status=status, reason=" ".join(f"{type(error).__name__}: {error}".split()))
         (folder.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
         folder.close()
     except OSError as unwritten:
         print(f"{folder.path}: {status}, and its record is not whole: {unwritten}", file=sys.stderr)
+        with suppress(OSError):
+            folder.close()
