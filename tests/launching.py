@@ -164,7 +164,7 @@ def differences(ours: Path, undisturbed: Path) -> list[str]:
 
 
 # What run.json tells of the launches and their times, not of the result.
-LAUNCHES = ("started", "seconds", "tokens_per_second", "from_step", "attempts", "git_commit", "git_dirty")
+LAUNCHES = ("started", "seconds", "tokens_per_second", "mfu", "from_step", "attempts", "git_commit", "git_dirty")
 
 
 def _content(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normlab import composing, launch, store, task
+from normlab import composing, kernels, launch, store, task
 from normlab.config import Config, load
 from normlab.device import gpu_for, pick_device, workers
 from normlab.explain import ConfigError
@@ -189,6 +189,7 @@ def check(root: Path, arguments: list[str]) -> Plan | None:
         cfgs = [load(raw) for raw in composing.each(jobs, name)]
     for cfg in cfgs:
         task.make(cfg)
+        kernels.check(cfg)
     for folder in {cfg.runs_dir for cfg in cfgs}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

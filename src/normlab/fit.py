@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import checkpoint, optim, store, task
+from normlab import checkpoint, flops, kernels, optim, store, task
 from normlab.config import Config
-from normlab.device import Clock
+from normlab.device import Clock, device_name
 from normlab.init import calibrate, initialise
 from normlab.isolation import seed_all
 from normlab.journal import Journal
@@ -32,18 +32,23 @@ class Fit:
 
     def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
         seed_all(cfg.seed)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
         self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
         self.model.to(device)
-        calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
+        first = self.to_device(learned.batch(cfg.seed, 0))[0]
+        calibrate(self.model, first)
+        self.attention = kernels.attention_used(self.model, first, self.autocast())
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
         self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
         # float16 alone: bfloat16 has the exponents of float32 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
         self.one = torch.ones((), device=device)
+        self.graphs = cfg.compile == "reduce-overhead"
         if cfg.compile:
-            compile_blocks(self.model)
+            compile_blocks(self.model, "reduce-overhead" if self.graphs else None)
         held_out = learned.held_out(cfg.eval.batches)
         self.shares = torch.tensor(task.shares(held_out)).to(device)
         self.held_out = [self.to_device(b) for b in held_out]
@@ -142,10 +147,18 @@ class Fit:
         """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
         losses = []
         for part, share in micro_batches(batch, self.cfg.micro_batch):
+            if self.graphs and len(losses) == 1:
+                self.keep_gradients()
             objective, loss = self.objective(*part)
             self.scaler.scale(objective * share).backward()
             losses.append(loss.detach() * share)
         return sum(losses[1:], losses[0])
+
+    def keep_gradients(self) -> None:
+        """Take them out of the CUDA graphs' memory, which the next micro-batch's replay writes over."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def update(self, lr: float, norms: Tensor) -> Tensor:
         """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it.
@@ -160,6 +173,8 @@ class Fit:
 
     def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the step descends, and its cross-entropy."""
+        if self.graphs:  # what the graphs of all blocks gave for the last batch has been read
+            torch.compiler.cudagraph_mark_step_begin()
         with self.autocast():
             return self.model.objective(inputs, targets, self.cfg.label_smoothing)
 
@@ -183,8 +198,13 @@ class Fit:
             if self.journal.ended:
                 return float("nan")
             with evaluating(self.model):
-                losses = [self.objective(*batch)[1] for batch in self.held_out]
+                losses = [self.mean_loss(batch) for batch in self.held_out]
             return (torch.stack(losses) * self.shares).mean().item()
+
+    def mean_loss(self, batch: Batch) -> Tensor:
+        """Over the batch's targets, micro-batch by micro-batch."""
+        parts = [self.objective(*part)[1] * share for part, share in micro_batches(batch, self.cfg.micro_batch)]
+        return sum(parts[1:], parts[0])
 
     def scores(self, folder: Path | None = None) -> dict[str, Any]:
         """What the task measures beside its loss; of the end, where a folder is given."""
@@ -239,6 +259,9 @@ class Fit:
         judged = self.journal.judged(init_val_loss=self.init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
         self.journal.close()
         tokens = self.task.tokens_seen(cfg.seed, len(losses))
+        speed = tokens / self.clock.total if losses else None
+        length = sum(t.numel() for _, t in self.held_out) / sum(len(t) for _, t in self.held_out)
+        per_token = flops.per_token(self.model, length)
         return {
             "parameters": count_parameters(self.model),
             "steps_done": len(losses),
@@ -251,7 +274,11 @@ class Fit:
             "final_loss": losses[-1] if losses else None,
             "excess_loss": None if floor is None else final_val_loss - floor,
             "seconds": self.clock.total,
-            "tokens_per_second": tokens / self.clock.total if losses else None,
+            "tokens_per_second": speed,
+            "flops_per_token": per_token,
+            "mfu": flops.utilisation(per_token, speed, device_name(self.device), cfg.number_format, 1),
+            "peak_memory_mb": flops.peak_memory_mb(self.device),
+            "attention_backend": self.attention,
             **scores,
             **judged,
         }

@@ -34,6 +34,8 @@ def run_id(cfg: Config, data_sha256: str, device_type: str) -> str:
     identity = {**cfg.identity(), "data_sha256": data_sha256, "device_type": device_type}
     if device_type != "cpu":
         del identity["threads"]
+    if device_type != "cuda":
+        identity.pop("tf32", None)
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from normlab import checkpoint, journal, relabel, results, store, task
+from normlab import checkpoint, journal, kernels, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import device_name, pick_device
 from normlab.fit import Fit
@@ -81,6 +81,7 @@ def _recorded(
         "bigram_entropy": source.h2,
         "entropy_rate": source.entropy_rate,
         "device": device_name(device),
+        "tf32": cfg.tf32 and device.type == "cuda",
         **attempt,
         "attempts": [*(earlier.get("attempts", []) if state else []), attempt],
     }
@@ -116,15 +117,16 @@ def _fitted(
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The numbers of run.json, once all rows are written."""
-    fit = Fit(cfg, learned, device, folder, log)
-    if state:
-        print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
-        fit.resume(state)
-    try:
-        result = fit.run()
-    except (KeyboardInterrupt, SystemExit):
-        fit.journal.flush(fit.clock.lap)  # the steps that were made
-        raise
+    with kernels.chosen(cfg, device):
+        fit = Fit(cfg, learned, device, folder, log)
+        if state:
+            print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
+            fit.resume(state)
+        try:
+            result = fit.run()
+        except (KeyboardInterrupt, SystemExit):
+            fit.journal.flush(fit.clock.lap)  # the steps that were made
+            raise
     folder.close()
     log.files("layers", "layers", sorted(folder.path.glob("layers/*.parquet")))
     return result
