@@ -14,6 +14,7 @@ from torch import Tensor
 from normlab import checkpoint, flops, kernels, optim, store, task
 from normlab.config import Config
 from normlab.device import Clock, device_name
+from normlab.distributed import ALONE, Ranks
 from normlab.init import calibrate, initialise
 from normlab.isolation import seed_all
 from normlab.journal import Journal
@@ -30,11 +31,19 @@ from normlab.tensors import count_parameters
 class Fit:
     """The state of one training run and its loop."""
 
-    def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        learned: Task,
+        device: torch.device,
+        folder: store.RunFolder,
+        log: Log,
+        ranks: Ranks = ALONE,
+    ) -> None:
         seed_all(cfg.seed)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
+        self.cfg, self.task, self.device, self.folder, self.ranks = cfg, learned, device, folder, ranks
         self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
         self.model.to(device)
@@ -42,10 +51,12 @@ class Fit:
         calibrate(self.model, first)
         self.attention = kernels.attention_used(self.model, first, self.autocast())
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
-        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
+        add_up = ranks.add_up if ranks.size > 1 else None
+        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness, add_up=add_up)
         # float16 alone: bfloat16 has the exponents of float32 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
         self.one = torch.ones((), device=device)
+        self.scaler.scale(self.one)  # begins it: a rank may have no sequence of the first batch
         self.graphs = cfg.compile == "reduce-overhead"
         if cfg.compile:
             compile_blocks(self.model, "reduce-overhead" if self.graphs else None)
@@ -88,11 +99,12 @@ class Fit:
                 self.write_profile(step, before_a_step=True)
             if journal.ended:
                 break
+            self.ranks.draw_apart(cfg.seed, step)
             batch = self.to_device(self.task.batch(cfg.seed, step))
             loss = self.backward(batch)
             norms, nonfinite = self.meter.gradients(self.scaler)
             others = self.update(row["lr"], norms)
-            if cfg.probe.sharpness and self.profiled(step):
+            if cfg.probe.sharpness and self.profiled(step) and self.ranks.first:
                 row["critical_sharpness"] = self.sharpness(batch, row["lr"])
             journal.add(row, loss, self.scaler.scale(self.one), norms, nonfinite, others)
             self.scaler.update()
@@ -104,9 +116,12 @@ class Fit:
                 if cfg.stop.hopeless and journal.hopeless(self.init_val_loss):
                     self.stopped = "hopeless"
                     break
-            if signals.waiting or (step + 1 < cfg.steps and self.checkpoint_due(step + 1)):
+            asked = self.ranks.any_signal(signals.waiting)
+            if asked or (step + 1 < cfg.steps and self.checkpoint_due(step + 1)):
                 self.checkpoint(step + 1)
                 signals.deliver()
+                if asked:
+                    self.ranks.stop(asked)
         if cfg.steps and self.start < len(journal.losses):
             self.checkpoint(len(journal.losses))
 
@@ -117,7 +132,7 @@ class Fit:
     def checkpoint(self, done: int) -> None:
         """Write down all that the steps from `done` on need, but never weights that are not finite any more."""
         with self.measuring():
-            if self.journal.ended:
+            if self.journal.ended or not self.ranks.first:
                 return
             state = {
                 "step": done,
@@ -144,15 +159,20 @@ class Fit:
         checkpoint.restore_random(state, self.device)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
+        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy.
+
+        Of several ranks: their gradients, and these losses, are parts of sums.
+        """
         losses = []
-        for part, share in micro_batches(batch, self.cfg.micro_batch):
+        for part, share in micro_batches(batch, self.cfg.micro_batch, self.ranks.rows(len(batch[1]))):
             if self.graphs and len(losses) == 1:
                 self.keep_gradients()
             objective, loss = self.objective(*part)
             self.scaler.scale(objective * share).backward()
             losses.append(loss.detach() * share)
-        return sum(losses[1:], losses[0])
+        loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
+        self.ranks.add_up(loss)
+        return loss
 
     def keep_gradients(self) -> None:
         """Take them out of the CUDA graphs' memory, which the next micro-batch's replay writes over."""
@@ -193,13 +213,18 @@ class Fit:
         return move(batch[0]), move(batch[1])
 
     def evaluate(self) -> float:
-        """Mean loss over the targets of the held-out batches."""
+        """Mean loss over the targets of the held-out batches, which the ranks share out."""
         with self.measuring():
             if self.journal.ended:
                 return float("nan")
+            losses = torch.zeros_like(self.shares)
             with evaluating(self.model):
-                losses = [self.mean_loss(batch) for batch in self.held_out]
-            return (torch.stack(losses) * self.shares).mean().item()
+                for i in range(self.ranks.rank, len(losses), self.ranks.size):
+                    losses[i] = self.mean_loss(self.held_out[i])
+            if self.ranks.size > 1:  # on the host: a device would not wait as long as rank 0 may take for a profile
+                losses = losses.cpu()
+                self.ranks.add_up(losses)
+            return (losses * self.shares.to(losses.device)).mean().item()
 
     def mean_loss(self, batch: Batch) -> Tensor:
         """Over the batch's targets, micro-batch by micro-batch."""
@@ -209,7 +234,7 @@ class Fit:
     def scores(self, folder: Path | None = None) -> dict[str, Any]:
         """What the task measures beside its loss; of the end, where a folder is given."""
         with self.measuring(), evaluating(self.model):
-            if self.journal.ended:
+            if self.journal.ended or not self.ranks.first:
                 return {}
             with self.autocast():
                 return self.task.scores(self.model, self.device, folder)
@@ -221,7 +246,7 @@ class Fit:
     def write_profile(self, step: int, *, before_a_step: bool) -> None:
         """Full per-layer profile of the weights before update `step`, or after the last one."""
         with self.measuring():
-            if self.cfg.probe.batches and not self.journal.ended:
+            if self.cfg.probe.batches and not self.journal.ended and self.ranks.first:
                 table = self.profile()
                 if before_a_step:  # which records these itself
                     table = table.query("stat != 'weight_norm'")
@@ -276,7 +301,7 @@ class Fit:
             "seconds": self.clock.total,
             "tokens_per_second": speed,
             "flops_per_token": per_token,
-            "mfu": flops.utilisation(per_token, speed, device_name(self.device), cfg.number_format, 1),
+            "mfu": flops.utilisation(per_token, speed, device_name(self.device), cfg.number_format, self.ranks.size),
             "peak_memory_mb": flops.peak_memory_mb(self.device),
             "attention_backend": self.attention,
             **scores,

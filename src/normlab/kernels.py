@@ -97,9 +97,9 @@ def check(cfg: Config) -> None:
         raise ConfigError(f"attention={cfg.attention}: model.attn_softcap writes the scores out; accepted: auto, math")
     possible = [name for name in ATTENTION if _serves(name, cfg, device)]
     if cfg.attention not in possible:
-        where = f"on {device.type} at precision={cfg.precision}, head width {model.head_size}"
         raise ConfigError(
-            f"attention={cfg.attention}: not {where}, as here; accepted: {', '.join(['auto', *possible])}"
+            f"attention={cfg.attention}: this model has no such kernel on {device.type} at precision={cfg.precision}; "
+            f"accepted: {', '.join(['auto', *possible])}"
         )
 
 

@@ -4,21 +4,23 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from normlab import checkpoint, journal, kernels, relabel, results, store, task
+from normlab import checkpoint, distributed, journal, kernels, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import device_name, pick_device
+from normlab.distributed import Mirror, Ranks
 from normlab.fit import Fit
 from normlab.log import Log
 from normlab.task import Task
 
 
 def train(cfg: Config) -> dict[str, Any]:
-    """Run one configuration and return run.json's content.
+    """Run one configuration, on all ranks that torchrun started, and return run.json's content.
 
     A run that an earlier launch left is skipped, resumed from its last checkpoint or restarted, as cfg.relaunch says
     for its status; skipped, its record comes back with `reused`. One that another process is running is left alone: its
@@ -28,20 +30,35 @@ def train(cfg: Config) -> dict[str, Any]:
     torch.set_num_threads(cfg.threads)
     device = pick_device(cfg.device)
     learned = task.make(cfg)
-    source = learned.source
-    run_id = store.run_id(cfg, source.sha256, device.type)
+    run_id = store.run_id(cfg, learned.source.sha256, device.type, distributed.world()[1])
     path = Path(cfg.runs_dir) / cfg.study / run_id
-    with store.alone(path) as mine:
-        earlier = store.read_record(path) or {}
-        if not mine:
+    with distributed.joined(device) as ranks, store.alone(path) if ranks.first else nullcontext(True) as mine:
+        earlier = ranks.agreed(store.read_record(path) or {})
+        if not ranks.agreed(mine):
             return {"run_id": run_id, **earlier, "status": "running"}
         what = store.relaunched(earlier, cfg.relaunch)
         if what == "skip":
-            return (_judged_anew(path, earlier, cfg) if earlier["status"] == "finished" else earlier) | {"reused": True}
+            again = ranks.first and earlier["status"] == "finished"
+            return (_judged_anew(path, earlier, cfg) if again else earlier) | {"reused": True}
         state = None
         if what == "resume":
             state = checkpoint.read(path, run_id, lambda state: store.check_kept(path, state["kept"]))
-        return _recorded(cfg, learned, device, path, earlier, state)
+        ranks.wait()  # until all have read what rank 0 will change
+        if ranks.first:
+            return _recorded(cfg, learned, device, path, earlier, state, ranks)
+        return _followed(cfg, learned, device, path, state, ranks)
+
+
+def _followed(
+    cfg: Config, learned: Task, device: torch.device, path: Path, state: Mapping[str, Any] | None, ranks: Ranks
+) -> dict[str, Any]:
+    """The part of a rank behind the first: all of the run, nothing of the record."""
+    quiet = cfg.log.model_copy(update={"mode": "disabled", "progress": False})
+    ranks.wait()  # until rank 0 has opened the folder
+    folder = Mirror(path, state and state["kept"])
+    with Log(quiet, path, study=cfg.study, steps=cfg.steps, settings={}) as log:
+        result = _fitted(cfg, learned, device, folder, log, state, ranks)
+    return {"run_id": path.name, "status": "finished", **result}
 
 
 def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, Any]:
@@ -65,6 +82,7 @@ def _recorded(
     path: Path,
     earlier: Mapping[str, Any],
     state: Mapping[str, Any] | None,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Train, from a checkpoint's state if there is one, with the record kept whatever happens."""
     source = learned.source
@@ -81,6 +99,7 @@ def _recorded(
         "bigram_entropy": source.h2,
         "entropy_rate": source.entropy_rate,
         "device": device_name(device),
+        "world_size": ranks.size,
         "tf32": cfg.tf32 and device.type == "cuda",
         **attempt,
         "attempts": [*(earlier.get("attempts", []) if state else []), attempt],
@@ -89,12 +108,13 @@ def _recorded(
         checkpoint.clear(path)
         (path / task.HYPOTHESES).unlink(missing_ok=True)
     folder = store.RunFolder(path, cfg, facts, state and state["kept"])
+    ranks.wait()
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             log.summary(folder.record)  # what is known of a run that is killed
             try:
-                result = _fitted(cfg, learned, device, folder, log, state) | {"status": "finished"}
+                result = _fitted(cfg, learned, device, folder, log, state, ranks) | {"status": "finished"}
             except BaseException as error:
                 _record_end(folder, error)
                 log.summary(folder.record)
@@ -115,12 +135,16 @@ def _fitted(
     folder: store.RunFolder,
     log: Log,
     state: Mapping[str, Any] | None,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """The numbers of run.json, once all rows are written."""
     with kernels.chosen(cfg, device):
-        fit = Fit(cfg, learned, device, folder, log)
+        fit = Fit(cfg, learned, device, folder, log, ranks)
         if state:
-            print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
+            if ranks.first:
+                print(
+                    f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr
+                )
             fit.resume(state)
         try:
             result = fit.run()
