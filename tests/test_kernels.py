@@ -10,14 +10,13 @@ from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.fit import Fit
 from normlab.model import build
+from normlab.residual import PLACEMENTS
 from normlab.results import load as results
 from normlab.tensors import count_parameters
 from normlab.train import train
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
-]
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 
 
 def identity(*overrides: str, device: str) -> str:
@@ -51,7 +50,7 @@ def test_tf32_is_in_force_inside_a_run_on_cuda_alone():
         (["compile=fast"], r"compile='fast': .*'reduce-overhead'"),
         (
             ["attention=cudnn", "device=cpu"],
-            r"attention=cudnn: not on cpu at precision=fp32.*accepted: auto, flash, math",
+            r"attention=cudnn: .* on cpu at precision=fp32; accepted: auto, flash, math",
         ),
         (["attention=flash", "model.dropout=0.1", "device=cpu"], r"attention=flash: .*accepted: auto, math"),
         (["attention=flash", "model.position=relative", "device=cpu"], r"attention=flash: .*accepted: auto, math"),
@@ -180,18 +179,22 @@ def test_what_a_run_tells_of_its_device(tmp_path, device):
     assert {"mfu", "flops_per_token", "peak_memory_mb", "attention_backend"} <= set(runs)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("overrides", [[], ["model.arch=encoder_decoder"], ["micro_batch=2"], ["precision=bf16"]])
-def test_a_device_gives_the_losses_of_the_cpu(tmp_path, device, overrides):
-    """float32 to 1e-4 and bfloat16 to 2 % over six updates of a tiny model."""
-    records = [train(tiny(tmp_path / d, f"device={d}", *overrides)) for d in ("cpu", device)]
-    tolerance = 0.02 if "precision=bf16" in overrides else 1e-4
-    assert records[1]["final_val_loss"] == pytest.approx(records[0]["final_val_loss"], rel=tolerance)
+@CUDA
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_device_gives_the_losses_of_the_cpu(tmp_path, placement, precision):
+    """float32 to 1e-4 and bfloat16 to 2 % over six updates of two micro-batches each."""
+    run = [f"model.placement={placement}", f"precision={precision}", "model.arch=encoder_decoder", "micro_batch=2"]
+    cpu, cuda = (train(tiny(tmp_path / d, f"device={d}", "probe.batches=1", *run)) for d in ("cpu", "cuda"))
+    tolerance = 0.02 if precision == "bf16" else 1e-4
+    assert cuda["final_val_loss"] == pytest.approx(cpu["final_val_loss"], rel=tolerance)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@CUDA
 @pytest.mark.filterwarnings("default")  # warnings inside the compiler are its own
-@pytest.mark.parametrize("overrides", [[], ["micro_batch=2", "eval.every=2"], ["model.arch=encoder_decoder"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["micro_batch=2", "eval.every=2"], ["model.arch=encoder_decoder"], ["model.ffn=moe"]]
+)
 def test_cuda_graphs_give_the_losses_of_eager(tmp_path, overrides):
     eager = train(tiny(tmp_path, "device=cuda", "steps=12", *overrides))
     graphs = train(tiny(tmp_path, "device=cuda", "steps=12", "compile=reduce-overhead", *overrides))
