@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import checkpoint, flops, kernels, optim, store, task
+from normlab import checkpoint, flops, kernels, optim, store
 from normlab.config import Config
 from normlab.device import Clock, device_name
 from normlab.distributed import ALONE, Ranks
+from normlab.evaluation import HeldOut
 from normlab.init import calibrate, initialise
 from normlab.isolation import seed_all
 from normlab.journal import Journal
@@ -60,9 +60,8 @@ class Fit:
         self.graphs = cfg.compile == "reduce-overhead"
         if cfg.compile:
             compile_blocks(self.model, "reduce-overhead" if self.graphs else None)
-        held_out = learned.held_out(cfg.eval.batches)
-        self.shares = torch.tensor(task.shares(held_out)).to(device)
-        self.held_out = [self.to_device(b) for b in held_out]
+        held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
+        self.held_out = HeldOut(learned, held_out, device=device, micro_batch=cfg.micro_batch, ranks=ranks)
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
         drop = cfg.probe.layer_drop
         self.profile = Profile(self.model, self.objective, batches, layer_drop=drop, scale=self.scaler.get_scale)
@@ -213,23 +212,12 @@ class Fit:
         return move(batch[0]), move(batch[1])
 
     def evaluate(self) -> float:
-        """Mean loss over the targets of the held-out batches, which the ranks share out."""
+        """Mean loss over the targets of the held-out batches."""
         with self.measuring():
             if self.journal.ended:
                 return float("nan")
-            losses = torch.zeros_like(self.shares)
             with evaluating(self.model):
-                for i in range(self.ranks.rank, len(losses), self.ranks.size):
-                    losses[i] = self.mean_loss(self.held_out[i])
-            if self.ranks.size > 1:  # on the host: a device would not wait as long as rank 0 may take for a profile
-                losses = losses.cpu()
-                self.ranks.add_up(losses)
-            return (losses * self.shares.to(losses.device)).mean().item()
-
-    def mean_loss(self, batch: Batch) -> Tensor:
-        """Over the batch's targets, micro-batch by micro-batch."""
-        parts = [self.objective(*part)[1] * share for part, share in micro_batches(batch, self.cfg.micro_batch)]
-        return sum(parts[1:], parts[0])
+                return self.held_out.loss(self.objective)
 
     def scores(self, folder: Path | None = None) -> dict[str, Any]:
         """What the task measures beside its loss; of the end, where a folder is given."""
@@ -273,20 +261,13 @@ class Fit:
         """The numbers of run.json. h1 and h2 are those of the evaluated tokens, as the verdict uses them."""
         cfg, losses = self.cfg, self.journal.losses
 
-        def reference(known: int) -> float:
-            found = [self.task.reference_loss(batch, known) for batch in self.held_out]
-            return float(np.average(found, weights=self.shares.tolist()))
-
-        h1, h2 = reference(0), reference(1)
-        floors = [self.task.floor(batch) for batch in self.held_out]
-        floor = None if None in floors else float(np.average(np.array(floors, float), weights=self.shares.tolist()))
+        h1, h2, floor = self.held_out.reference(0), self.held_out.reference(1), self.held_out.floor()
         scores = self.scores(self.folder.path) if cfg.steps else {}
         judged = self.journal.judged(init_val_loss=self.init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
         self.journal.close()
         tokens = self.task.tokens_seen(cfg.seed, len(losses))
         speed = tokens / self.clock.total if losses else None
-        length = sum(t.numel() for _, t in self.held_out) / sum(len(t) for _, t in self.held_out)
-        per_token = flops.per_token(self.model, length)
+        per_token = flops.per_token(self.model, self.held_out.length)
         return {
             "parameters": count_parameters(self.model),
             "steps_done": len(losses),
