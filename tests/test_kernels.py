@@ -249,6 +249,33 @@ def test_evaluation_honours_the_micro_batch(tmp_path, monkeypatch):
     assert parts["init_val_loss"] == pytest.approx(whole["init_val_loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("arch", ["decoder", "encoder"])
+def test_a_profile_honours_the_micro_batch(tmp_path, monkeypatch, arch):
+    """Gradients are those of the whole batch, also where targets differ; so is the output's change."""
+    largest = []
+    objective = Fit.objective
+
+    def noted(self, inputs, targets):
+        largest.append(len(targets))
+        return objective(self, inputs, targets)
+
+    monkeypatch.setattr(Fit, "objective", noted)
+    run = ["steps=3", "probe.every=2", f"model.arch={arch}", "probe.layer_drop=true"]
+    train(tiny(tmp_path / "whole", *run))
+    assert max(largest) == 4
+    largest.clear()
+    train(tiny(tmp_path / "parts", *run, "micro_batch=2"))
+    assert set(largest) == {2}
+    one, two = (results(tmp_path / name).layers for name in ("whole", "parts"))
+    for stat in ("expected_weight_grad_norm", "mean_weight_grad_norm", "stream_grad_norm", "stream_rms", "max_abs"):
+        values = [table[table.stat == stat].value.to_numpy() for table in (one, two)]
+        assert len(values[0]) > 4
+        assert values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-6), stat
+    for stat in ("output_change", "layer_drop_loss"):
+        values = [table[table.stat == stat].value.to_numpy() for table in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=2e-2, abs=1e-4), stat
+
+
 def test_every_kernel_that_the_door_admits_serves():
     q = torch.zeros(1, 2, 8, 8)
     for name in ("flash", "math"):

@@ -13,6 +13,12 @@ from normlab.task import Batch, Task, micro_batches, shares
 Objective = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # what training descends, its cross-entropy
 
 
+def cross_entropy(objective: Objective, batch: Batch, micro_batch: int | None) -> Tensor:
+    """Mean over the batch's targets, micro-batch by micro-batch."""
+    found = [objective(*part)[1] * share for part, share in micro_batches(batch, micro_batch)]
+    return sum(found[1:], found[0])
+
+
 class HeldOut:
     """Batches on the device, weighted so that a mean over them is one over their targets."""
 
@@ -26,9 +32,7 @@ class HeldOut:
         """Mean cross-entropy; the ranks share out the batches."""
         losses = torch.zeros_like(self._shares)
         for i in range(self._ranks.rank, len(losses), self._ranks.size):
-            parts = micro_batches(self._batches[i], self._micro_batch)
-            found = [objective(*part)[1] * share for part, share in parts]
-            losses[i] = sum(found[1:], found[0])
+            losses[i] = cross_entropy(objective, self._batches[i], self._micro_batch)
         if self._ranks.size > 1:  # on the host: a device would not wait as long as rank 0 may take for a profile
             losses = losses.cpu()
             self._ranks.add_up(losses)

@@ -63,8 +63,8 @@ class Fit:
         held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
         self.held_out = HeldOut(learned, held_out, device=device, micro_batch=cfg.micro_batch, ranks=ranks)
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
-        drop = cfg.probe.layer_drop
-        self.profile = Profile(self.model, self.objective, batches, layer_drop=drop, scale=self.scaler.get_scale)
+        how: dict[str, Any] = {"scale": self.scaler.get_scale, "micro_batch": cfg.micro_batch}
+        self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop, **how)
         blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
         self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
         self.clock = Clock()
