@@ -102,7 +102,7 @@ class Bench:
         mfu = flops.utilisation(per_token, speed, device_name(self.device), cfg.number_format, 1)
         memory = flops.peak_memory_mb(self.device)
         told = [f"{seconds * 1e3:.1f}", f"{speed:,.0f}", "-" if mfu is None else f"{mfu:.1%}"]
-        return [fit.attention, *told, "-" if memory is None else f"{memory:,.0f}", f"{built:.1f}"]
+        return [fit.attention or "-", *told, "-" if memory is None else f"{memory:,.0f}", f"{built:.1f}"]
 
     def bare(self, cfg: Config) -> float:
         """Median seconds of a step of the plain loop that measures nothing."""

@@ -77,7 +77,8 @@ def _status_of(run: Callable[[], Any], launched: launch.Launch) -> int:
     try:
         run()
     except KeyboardInterrupt:
-        print("interrupted; the unfinished runs are marked so in their run.json", file=sys.stderr)
+        if not distributed.world()[0]:
+            print("interrupted; the unfinished runs are marked so in their run.json", file=sys.stderr)
         return 130
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1

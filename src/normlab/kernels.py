@@ -67,21 +67,23 @@ def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: 
     return _NAMES.get(SDPBackend(torch._fused_sdp_choice(q, k, v, mask, *args, **kwargs)), "other")
 
 
-def attention_used(model: Model, inputs: Any, autocast: torch.autocast) -> str:
+def attention_used(model: Model, inputs: Any, autocast: torch.autocast) -> str | None:
     """The kernels of the model's attentions in training, in one word, or several where they differ.
 
     math: torch's unfused operations, and this project's own where model.attn_softcap writes the scores out. One
-    forward pass of the first sequence of `inputs` by the raw blocks, which leaves no trace.
+    forward pass of the first sequence of `inputs` by the raw blocks, which leaves no trace. None: torch does not tell.
     """
     first = tuple(t[:1] for t in inputs) if isinstance(inputs, tuple) else inputs[:1]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    devices = {p.device for p in model.parameters()}
+    if any(device.type not in {"cpu", "cuda"} for device in devices):
+        return None
     was_training = model.training
     model.eval()  # norms keep their running statistics
     for module in model.modules():
         if isinstance(module, Attention):
             module.training = True  # dropout excludes kernels
     try:
-        with torch.random.fork_rng(devices), autocast, _Asked() as asked:
+        with torch.random.fork_rng(d for d in devices if d.type == "cuda"), autocast, _Asked() as asked:
             model(first)
     finally:
         model.train(was_training)
