@@ -133,7 +133,7 @@ class Bench:
         return [f"{bare * 1e3:.1f}", f"{watched * 1e3:.1f}", f"{watched / bare:.3f}"]
 
     def ranks(self, device: str) -> list[str]:
-        """One process and two at the same global batch: step times and how far their last losses are apart."""
+        """One process and two at the same global batch: step times and how far their last gradient norms are apart."""
         found = []
         for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
             with tempfile.TemporaryDirectory() as runs:
@@ -143,7 +143,7 @@ class Bench:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=180)
                 (metrics,) = Path(runs).glob("scratch/*/metrics.jsonl")
                 rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-            found.append((statistics.median(row["seconds"] for row in rows[10:]), rows[-1]["loss"]))
+            found.append((statistics.median(row["seconds"] for row in rows[10:]), rows[-1]["grad_norm"]))
         (one, alone), (two, split) = found
         apart = abs(alone - split) / alone
         return [f"{one * 1e3:.1f}", f"{two * 1e3:.1f}", f"{one / two:.2f}", f"{apart:.1e}"]
@@ -163,7 +163,7 @@ class Bench:
         yield from ("", *_head(columns))
         for number_format in ("fp32", "bf16"):
             yield _line([number_format, *self.row(self.cost, *FORMATS[number_format])], len(columns))
-        columns = ("two ranks", "one process (ms)", "two (ms)", "speed-up", "loss apart, relative")
+        columns = ("two ranks", "one process (ms)", "two (ms)", "speed-up", "gradient norm apart, relative")
         yield from ("", *_head(columns))
         device = "cuda" if self.device.type == "cuda" and torch.cuda.device_count() > 1 else "cpu"
         where = "NCCL, two cards" if device == "cuda" else "gloo, CPU, tiny model"
