@@ -5,10 +5,12 @@ import torch
 from conftest import ROOT, compose, tiny
 from torch.nn import functional as F
 
+import arms
 from normlab import cli, fit, flops, kernels, store
 from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.fit import Fit
+from normlab.frontier import settings
 from normlab.model import build
 from normlab.residual import PLACEMENTS
 from normlab.results import load as results
@@ -106,6 +108,16 @@ def test_math_attention_gives_the_same_losses(tmp_path):
     records = [train(tiny(tmp_path, f"attention={name}")) for name in ("auto", "math")]
     assert records[0]["run_id"] != records[1]["run_id"]
     assert records[0]["final_val_loss"] == pytest.approx(records[1]["final_val_loss"], rel=1e-5)
+
+
+def test_the_kernel_is_an_arm_and_an_earlier_record_is_of_the_default(tmp_path):
+    records = [train(tiny(tmp_path, *more)) for more in ([], ["seed=1"], ["attention=math", "seed=1"])]
+    old = tmp_path / "scratch" / records[0]["run_id"] / "config.yaml"
+    old.write_text("".join(x for x in old.read_text().splitlines(True) if not x.startswith(("tf32", "attention"))))
+    runs = results(tmp_path, layers=False).runs
+    assert runs.attention.tolist().count("auto") == 2
+    assert [key for key in arms.varying(runs) if key != "run_id"] == ["attention"]
+    assert settings(runs) == ["attention"]
 
 
 def test_flops_of_gpt2_by_hand():

@@ -108,9 +108,9 @@ def _recorded(
         checkpoint.clear(path)
         (path / task.HYPOTHESES).unlink(missing_ok=True)
     folder = store.RunFolder(path, cfg, facts, state and state["kept"])
-    ranks.wait()
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
+        ranks.wait()  # the others open it now
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             log.summary(folder.record)  # what is known of a run that is killed
             try:
