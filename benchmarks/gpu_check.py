@@ -80,7 +80,7 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def watched(self, cfg: Config) -> tuple[Fit, float, float]:
-        """A run's own loop, all of it but the checkpoint; median seconds of a step, seconds before the first ones."""
+        """A run's own loop, all of it but the checkpoint; median seconds of a step, and all others."""
         with tempfile.TemporaryDirectory() as temporary, kernels.chosen(cfg, self.device), Postponed() as signals:
             folder = store.RunFolder(Path(temporary) / "run", cfg, {})
             start = time.perf_counter()
@@ -92,7 +92,7 @@ class Bench:
             folder.close()
         seconds = [row["seconds"] for row in rows]
         typical = statistics.median(seconds[len(seconds) // 2 :])
-        return fit, typical, time.perf_counter() - start - typical * len(rows)
+        return fit, typical, max(0.0, time.perf_counter() - start - typical * len(rows))
 
     def run(self, cfg: Config) -> list[str]:
         """RUN_COLUMNS behind the first two."""
