@@ -14,6 +14,7 @@ DEPTH, PLACEMENT, WARMUP, DATA = "model.depth", "model.placement", "optim.warmup
 
 MOST_ROWS = 12_000_000  # of layer statistics: about 1 GB
 _BATCH = ("data.batch_size", "data.batch_tokens")
+_ARITHMETIC = ("tf32", "attention", "compile")
 _ORDER = {placement: i for i, placement in enumerate(PLACEMENTS)}
 
 
@@ -92,7 +93,7 @@ def profiled(data: Results) -> pd.DataFrame:
         raise Missing("no finished run among these")
     runs = runs[runs.status == "finished"]
     keys = [c for c in _settings(runs) if c.startswith("model.") and c not in {PLACEMENT, DEPTH}]
-    keys += [k for k in (DATA, *_BATCH, "probe.batches", "precision", "compile") if k in runs]
+    keys += [k for k in (DATA, *_BATCH, "probe.batches", "precision", *_ARITHMETIC) if k in runs]
     named = runs.apply(_setting, axis=1)
     for base in named.unique():  # tell settings of one short name apart by what differs among them
         mine = runs[named == base]
@@ -117,7 +118,7 @@ def _settings(runs: pd.DataFrame) -> list[str]:
     rules = ("spikes.", "verdict.")  # they label a run and can be changed afterwards
     launch = ("log.", "checkpoint.", "relaunch.")
     dotted = [c for c in runs.columns if "." in c and not c.startswith(("data.", *rules, *launch))]
-    plain = (DATA, *_BATCH, "label_smoothing", "steps", "precision", "compile", "device")
+    plain = (DATA, *_BATCH, "label_smoothing", "steps", "precision", *_ARITHMETIC, "device", "world_size")
     return [c for c in [*dotted, *plain] if c in runs]
 
 

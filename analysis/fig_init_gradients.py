@@ -48,7 +48,8 @@ def by_run(data: Results) -> tuple[pd.DataFrame, str]:
         raise Missing("needs profiles at step 0 (probe.batches > 0)")
     runs = arms.profiled(data)
     runs = runs[runs.run_id.isin(layers.run_id)]
-    keys = [k for k in arms.varying(runs) if k.startswith(("model.", "data", "probe.batches", "precision", "compile"))]
+    kept = ("model.", "data", "probe.batches", "precision", "tf32", "attention", "compile")
+    keys = [k for k in arms.varying(runs) if k.startswith(kept)]
     runs, left_out = choices.commonest(runs, [k for k in keys if k not in FREE])
     runs = runs.drop_duplicates([*FREE, DEPTH, "seed"])
     layers = layers[layers.run_id.isin(runs.run_id)]

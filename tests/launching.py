@@ -4,6 +4,7 @@ As a script: `launching.py SCRIPT ARGUMENTS` runs one, `launching.py` alone is a
     MARKS=file       a line for each launch (`launch - 0`), each step that is begun (`step RUN N`) and each checkpoint
                      that is in place (`checkpoint RUN N`, N steps in it)
     HOLD=N:seconds   sleep that long in step N
+    BREAK=N          raise in step N
     AT=time          begin then (seconds of the epoch), so that several begin at one instant
     LARGEST=bytes    no file may grow beyond: a full disk for whoever writes it
     BOUND=1          the permissions of files bind the superuser too
@@ -164,7 +165,7 @@ def differences(ours: Path, undisturbed: Path) -> list[str]:
 
 
 # What run.json tells of the launches and their times, not of the result.
-LAUNCHES = ("started", "seconds", "tokens_per_second", "from_step", "attempts", "git_commit", "git_dirty")
+LAUNCHES = ("started", "seconds", "tokens_per_second", "mfu", "from_step", "attempts", "git_commit", "git_dirty")
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -220,6 +221,8 @@ def _plant() -> None:
         run, asked = fit.folder.path.name, len(fit.journal.losses) + len(fit.journal._pending)
         now[run] = asked
         mark("step", run, asked)
+        if os.environ.get("BREAK") == str(asked):
+            raise ValueError(f"planted in step {asked}")
         if asked == int(held):
             end = time.monotonic() + float(seconds)
             while (left := end - time.monotonic()) > 0:

@@ -11,6 +11,7 @@ from test_resume import contents, interrupt, stop_at
 
 from normlab import fit, optim, relabel, task, verdict
 from normlab.config import Config
+from normlab.device import pick_device
 from normlab.fit import Fit
 from normlab.init import initialise
 from normlab.model import build
@@ -28,16 +29,18 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain_losses(cfg: Config) -> tuple[list[float], list[float]]:
     """Losses and loss scales of a bare loop: weights where torch has them, no fused optimizer, a skip by torch."""
-    learned = task.make(cfg)
+    learned, device = task.make(cfg), pick_device(cfg.device)
     model = build(cfg.model, learned.vocab)
     initialise(model, cfg.model, cfg.seed)
+    model.to(device)
     optimizer = optim.make(model, cfg.optim, cfg.model)
     optimizer._step_supports_amp_scaling = False
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(device.type)
     losses, scales = [], []
     for step in range(cfg.steps):
-        with torch.autocast("cpu", torch.float16):
-            objective, loss = model.objective(*learned.batch(cfg.seed, step))
+        inputs, targets = (t.to(device) for t in learned.batch(cfg.seed, step))
+        with torch.autocast(device.type, torch.float16):
+            objective, loss = model.objective(inputs, targets)
         scales.append(scaler.get_scale())
         losses.append(loss.item())
         scaler.scale(objective).backward()

@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, object]:
     """The files of a run, timings blanked."""
     rows = [json.loads(line) | {"seconds": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
     record = json.loads((folder / "run.json").read_text())
-    timed = ("started", "attempts", "from_step", "seconds", "tokens_per_second")
+    timed = ("started", "attempts", "from_step", "seconds", "tokens_per_second", "mfu")
     parts = {p.name: p.read_bytes() for p in (folder / "layers").iterdir()}
     return {
         "names": sorted(p.name for p in folder.iterdir()),

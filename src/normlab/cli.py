@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from normlab import composing, launch, store, task
+from normlab import composing, distributed, kernels, launch, store, task
 from normlab.config import Config, load
 from normlab.device import gpu_for, pick_device, workers
 from normlab.explain import ConfigError
@@ -38,6 +38,9 @@ def main(job: Job, root: Path, *, also: tuple[str, ...] = ()) -> NoReturn:
     result), 1 a job did not finish, 2 the user's mistake, told in one line before anything started, 130 or 143
     interrupted.
     """
+    rank, ranks = distributed.world()
+    if rank:  # rank 0 speaks for all
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     os.environ["NORMLAB_ROOT"] = str(root)  # what the YAML files find the project by
     os.environ["NORMLAB_CWD"] = str(Path.cwd())  # what relative paths start from, whatever hydra.job.chdir says
     os.environ.setdefault("NORMLAB_WORKERS", str(workers()))
@@ -55,12 +58,17 @@ def main(job: Job, root: Path, *, also: tuple[str, ...] = ()) -> NoReturn:
             run()
             sys.exit(0)
     except (ValueError, HydraException, OmegaConfBaseException) as error:  # ValueError: ConfigError, flags that clash
-        print(f"{Path(sys.argv[0]).name}: {composing.one_line(error)}", file=sys.stderr)
+        if not rank:
+            print(f"{Path(sys.argv[0]).name}: {composing.one_line(error)}", file=sys.stderr)
         sys.exit(2)
     with launch.Launch(plan.runs_dir, plan.jobs, plan.configs, elsewhere=plan.elsewhere) as launched:
         status = _status_of(run, launched)
         if plan.multirun:
             print(launched.table(), flush=True)
+    if ranks > 1 and status:  # without the interpreter's own end, which may wait for the ranks that were lost
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 
@@ -69,7 +77,8 @@ def _status_of(run: Callable[[], Any], launched: launch.Launch) -> int:
     try:
         run()
     except KeyboardInterrupt:
-        print("interrupted; the unfinished runs are marked so in their run.json", file=sys.stderr)
+        if not distributed.world()[0]:
+            print("interrupted; the unfinished runs are marked so in their run.json", file=sys.stderr)
         return 130
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
@@ -98,7 +107,8 @@ def run_job(job: Job, raw: DictConfig) -> float | None:
         told = replace(told, what=f"{cfg.study}  {describe(cfg)}")
         if not launch.is_planned(cfg.model_dump_json()):
             raise ConfigError("conf/ or sweeps/ changed after this launch began; launch again to use what stands there")
-        run_id = store.run_id(cfg, task.make(cfg).source.sha256, pick_device(cfg.device).type)
+        sha256, kind = task.make(cfg).source.sha256, pick_device(cfg.device).type
+        run_id = store.run_id(cfg, sha256, kind, distributed.world()[1])
         trace = Path(cfg.runs_dir) / cfg.study / run_id / "traceback.txt"
         old = _written(trace)
         told = replace(told, what=f"{cfg.study}/{run_id}  {describe(cfg)}")
@@ -194,7 +204,9 @@ def check(root: Path, arguments: list[str]) -> Plan | None:
         jobs = composing.jobs(args.overrides, whole, multirun=multirun)
         cfgs = [load(raw) for raw in composing.each(jobs, name)]
     for cfg in cfgs:
+        distributed.check(cfg, multirun=multirun)
         task.make(cfg)
+        kernels.check(cfg)
     for folder in {cfg.runs_dir for cfg in cfgs}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from normlab.config_model import (
     PositiveInt,
     Section,
 )
+from normlab.device import pick_device
 from normlab.explain import ConfigError, explain
 from normlab.spikes import Rule
 
@@ -159,7 +160,9 @@ class Config(Section):
     micro_batch: PositiveInt | None
     device: Annotated[str, AfterValidator(_device)]
     precision: Literal["fp32", "bf16", "fp16"]
-    compile: bool
+    tf32: bool
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"]
+    compile: Literal[False, True, "reduce-overhead"]
     pack: PositiveInt
     threads: PositiveInt
     runs_dir: Annotated[str, AfterValidator(absolute)]
@@ -188,6 +191,19 @@ class Config(Section):
             raise ValueError("model.norm=batchnorm needs two tokens in a batch: model.context=1 and data.batch_size=1")
         return self
 
+    @model_validator(mode="after")
+    def _graphs_have_their_device(self) -> "Config":
+        kind = pick_device(self.device).type
+        if self.compile == "reduce-overhead" and kind != "cuda":
+            raise ValueError(f"compile=reduce-overhead records CUDA graphs: this run's device is {kind}; accepted: "
+                             "false, true")  # fmt: skip
+        return self
+
+    @property
+    def number_format(self) -> str:
+        """Of the matrix products: fp32, tf32, bf16 or fp16."""
+        return "tf32" if self.tf32 and self.precision == "fp32" else self.precision
+
     @property
     def sequences(self) -> int:
         """In a batch; of data with sequences of many lengths, how many as long as the context would fit."""
@@ -205,8 +221,9 @@ class Config(Section):
         for key in self.data.PLACES:  # the content's hash stands for them
             del settings["data"][key]
         del settings["objective"]  # follows from model and data
-        if not self.label_smoothing:  # ids from before there was one stay
-            del settings["label_smoothing"]
+        for key, absent in (("label_smoothing", 0), ("tf32", False), ("attention", "auto")):
+            if settings[key] == absent:  # ids from before there was one stay
+                del settings[key]
         return settings
 
 

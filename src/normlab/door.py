@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from hydra.errors import HydraException
 
-from normlab import composing
+from normlab import composing, distributed
 from normlab.config import Config, load
 from normlab.explain import ConfigError
 
@@ -22,6 +22,8 @@ def asked(door: str, doc: str | None, arguments: Sequence[str], plan: Callable[[
         sys.exit(0)
     os.environ["NORMLAB_CWD"] = str(Path.cwd())
     try:
+        if distributed.world()[1] > 1:
+            raise ConfigError("torchrun with several ranks: accepted by train.py alone")
         return plan([a for a in arguments if a not in {"-m", "--multirun"}])
     except (ConfigError, HydraException) as error:
         print(f"{door}: {' '.join(str(error).split())}", file=sys.stderr)

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from normlab import checkpoint, optim, store, task
+from normlab import checkpoint, flops, kernels, optim, store
 from normlab.config import Config
-from normlab.device import Clock
+from normlab.device import Clock, device_name
+from normlab.distributed import ALONE, Ranks
+from normlab.evaluation import HeldOut
 from normlab.init import calibrate, initialise
 from normlab.isolation import seed_all
 from normlab.journal import Journal
@@ -47,26 +48,40 @@ class Made(NamedTuple):
 class Fit:
     """The state of one training run and its loop, which asks for updates: `made` makes one, normlab.pack several."""
 
-    def __init__(self, cfg: Config, learned: Task, device: torch.device, folder: store.RunFolder, log: Log) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        learned: Task,
+        device: torch.device,
+        folder: store.RunFolder,
+        log: Log,
+        ranks: Ranks = ALONE,
+    ) -> None:
         seed_all(cfg.seed)
-        self.cfg, self.task, self.device, self.folder = cfg, learned, device, folder
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.cfg, self.task, self.device, self.folder, self.ranks = cfg, learned, device, folder, ranks
         self.model = build(cfg.model, learned.vocab)
         initialise(self.model, cfg.model, cfg.seed)
         self.model.to(device)
-        calibrate(self.model, self.to_device(learned.batch(cfg.seed, 0))[0])
+        first = self.to_device(learned.batch(cfg.seed, 0))[0]
+        calibrate(self.model, first)
+        self.attention = kernels.attention_used(self.model, first, self.autocast())
         self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
-        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness)
+        add_up = ranks.add_up if ranks.size > 1 else None
+        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness, add_up=add_up)
         # float16 alone: bfloat16 has the exponents of float32 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
         self.one = torch.ones((), device=device)
+        self.scaler.scale(self.one)  # begins it: a rank may have no sequence of the first batch
+        self.graphs = cfg.compile == "reduce-overhead"
         if cfg.compile:
-            compile_blocks(self.model)
-        held_out = learned.held_out(cfg.eval.batches)
-        self.shares = torch.tensor(task.shares(held_out)).to(device)
-        self.held_out = [self.to_device(b) for b in held_out]
+            compile_blocks(self.model, "reduce-overhead" if self.graphs else None)
+        held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
+        self.held_out = HeldOut(learned, held_out, device=device, micro_batch=cfg.micro_batch, ranks=ranks)
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
-        drop = cfg.probe.layer_drop
-        self.profile = Profile(self.model, self.objective, batches, layer_drop=drop, scale=self.scaler.get_scale)
+        how: dict[str, Any] = {"scale": self.scaler.get_scale, "micro_batch": cfg.micro_batch}
+        self.profile = Profile(self.model, self.objective, batches, layer_drop=cfg.probe.layer_drop, **how)
         blocks = [(name, i) for name, stack in self.model.stacks.items() for i in range(len(stack.blocks))]
         self.journal = Journal(cfg, folder, log, self.meter.ids, blocks)
         self.clock = Clock()
@@ -100,9 +115,10 @@ class Fit:
                 self.write_profile(step, before_a_step=True)
             if journal.ended:
                 break
+            self.ranks.draw_apart(cfg.seed, step)
             batch = self.to_device(self.task.batch(cfg.seed, step))
             made = yield Asked(self, batch, row["lr"])
-            if cfg.probe.sharpness and self.profiled(step):
+            if cfg.probe.sharpness and self.profiled(step) and self.ranks.first:
                 row["critical_sharpness"] = self.sharpness(batch, row["lr"])
             journal.add(row, made.loss, self.scaler.scale(self.one), made.norms, made.nonfinite, made.others)
             self.scaler.update()
@@ -114,9 +130,12 @@ class Fit:
                 if cfg.stop.hopeless and journal.hopeless(self.init_val_loss):
                     self.stopped = "hopeless"
                     break
-            if signals.waiting or (step + 1 < cfg.steps and self.checkpoint_due(step + 1)):
+            asked = self.ranks.any_signal(signals.waiting)
+            if asked or (step + 1 < cfg.steps and self.checkpoint_due(step + 1)):
                 self.checkpoint(step + 1)
                 signals.deliver()
+                if asked:
+                    self.ranks.stop(asked)
         if cfg.steps and self.start < len(journal.losses):
             self.checkpoint(len(journal.losses))
 
@@ -127,7 +146,7 @@ class Fit:
     def checkpoint(self, done: int) -> None:
         """Write down all that the steps from `done` on need, but never weights that are not finite any more."""
         with self.measuring():
-            if self.journal.ended:
+            if self.journal.ended or not self.ranks.first:
                 return
             state = {
                 "step": done,
@@ -160,13 +179,26 @@ class Fit:
         return Made(loss, norms, nonfinite, self.update(asked.lr, norms))
 
     def backward(self, batch: Batch) -> Tensor:
-        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy."""
+        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy.
+
+        Of several ranks: their gradients, and these losses, are parts of sums.
+        """
         losses = []
-        for part, share in micro_batches(batch, self.cfg.micro_batch):
+        for part, share in micro_batches(batch, self.cfg.micro_batch, self.ranks.rows(len(batch[1]))):
+            if self.graphs and len(losses) == 1:
+                self.keep_gradients()
             objective, loss = self.objective(*part)
             self.scaler.scale(objective * share).backward()
             losses.append(loss.detach() * share)
-        return sum(losses[1:], losses[0])
+        loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
+        self.ranks.add_up(loss)
+        return loss
+
+    def keep_gradients(self) -> None:
+        """Take them out of the CUDA graphs' memory, which the next micro-batch's replay writes over."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def update(self, lr: float, norms: Tensor) -> Tensor:
         """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it.
@@ -184,6 +216,8 @@ class Fit:
 
     def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What the step descends, and its cross-entropy."""
+        if self.graphs:  # what the graphs of all blocks gave for the last batch has been read
+            torch.compiler.cudagraph_mark_step_begin()
         with self.autocast():
             return self.model.objective(inputs, targets, self.cfg.label_smoothing)
 
@@ -207,13 +241,12 @@ class Fit:
             if self.journal.ended:
                 return float("nan")
             with evaluating(self.model):
-                losses = [self.objective(*batch)[1] for batch in self.held_out]
-            return (torch.stack(losses) * self.shares).mean().item()
+                return self.held_out.loss(self.objective)
 
     def scores(self, folder: Path | None = None) -> dict[str, Any]:
         """What the task measures beside its loss; of the end, where a folder is given."""
         with self.measuring(), evaluating(self.model):
-            if self.journal.ended:
+            if self.journal.ended or not self.ranks.first:
                 return {}
             with self.autocast():
                 return self.task.scores(self.model, self.device, folder)
@@ -225,7 +258,7 @@ class Fit:
     def write_profile(self, step: int, *, before_a_step: bool) -> None:
         """Full per-layer profile of the weights before update `step`, or after the last one."""
         with self.measuring():
-            if self.cfg.probe.batches and not self.journal.ended:
+            if self.cfg.probe.batches and not self.journal.ended and self.ranks.first:
                 table = self.profile()
                 if before_a_step:  # which records these itself
                     table = table.query("stat != 'weight_norm'")
@@ -252,17 +285,13 @@ class Fit:
         """The numbers of run.json. h1 and h2 are those of the evaluated tokens, as the verdict uses them."""
         cfg, losses = self.cfg, self.journal.losses
 
-        def reference(known: int) -> float:
-            found = [self.task.reference_loss(batch, known) for batch in self.held_out]
-            return float(np.average(found, weights=self.shares.tolist()))
-
-        h1, h2 = reference(0), reference(1)
-        floors = [self.task.floor(batch) for batch in self.held_out]
-        floor = None if None in floors else float(np.average(np.array(floors, float), weights=self.shares.tolist()))
+        h1, h2, floor = self.held_out.reference(0), self.held_out.reference(1), self.held_out.floor()
         scores = self.scores(self.folder.path) if cfg.steps else {}
         judged = self.journal.judged(init_val_loss=self.init_val_loss, final_val_loss=final_val_loss, h1=h1, h2=h2)
         self.journal.close()
         tokens = self.task.tokens_seen(cfg.seed, len(losses))
+        speed = tokens / self.clock.total if losses else None
+        per_token = flops.per_token(self.model, self.held_out.length)
         return {
             "parameters": count_parameters(self.model),
             "steps_done": len(losses),
@@ -275,7 +304,11 @@ class Fit:
             "final_loss": losses[-1] if losses else None,
             "excess_loss": None if floor is None else final_val_loss - floor,
             "seconds": self.clock.total,
-            "tokens_per_second": tokens / self.clock.total if losses else None,
+            "tokens_per_second": speed,
+            "flops_per_token": per_token,
+            "mfu": flops.utilisation(per_token, speed, device_name(self.device), cfg.number_format, self.ranks.size),
+            "peak_memory_mb": flops.peak_memory_mb(self.device),
+            "attention_backend": self.attention,
             **scores,
             **judged,
         }

@@ -26,7 +26,7 @@ _OUTSIDE = (
     "stop.",
     "probe.",
 )  # they label, house, end or watch a run
-_PLAIN = ("data_sha256", "label_smoothing", STEPS, "precision", "compile", "device")
+_PLAIN = ("data_sha256", "label_smoothing", STEPS, "precision", "tf32", "attention", "compile", "device", "world_size")
 _PLACES = ("data.path", "data.cache")
 
 

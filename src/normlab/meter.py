@@ -5,7 +5,7 @@ passes over memory serve all tensors at once, however deep the model. The optimi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,10 +164,18 @@ class StepMeter:
     steps. below_eps is the share of a tensor's weights whose bias-corrected sqrt(v) lies below Adam's eps, where eps
     decides the update (Wortsman et al. 2023, arXiv 2309.14322); NaN for optimizers other than Adam and AdamW.
     update_ratio is update norm / weight norm before the update, NaN for a tensor that is zero. keep_update: `update`
-    leaves weights before it - weights after it in `last_update`.
+    leaves weights before it - weights after it in `last_update`. add_up: makes of gradients their sum over ranks.
     """
 
-    def __init__(self, model: Model, optimizer: torch.optim.Optimizer, *, keep_update: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep_update: bool = False,
+        add_up: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._add_up = add_up
         self._flat = Flat(model, [group["params"] for group in optimizer.param_groups])
         self._optimizer = optimizer
         self.ids = self._flat.ids
@@ -204,6 +212,8 @@ class StepMeter:
         grads = []
         for flat, chunk in zip(self.flat, self._flat.chunks, strict=True):
             flat.grad = self._flat.flattened(chunk.parameters, [p.grad for p in chunk.parameters])
+            if self._add_up is not None:
+                self._add_up(flat.grad)
             grads.append(flat.grad)
             for parameter in chunk.parameters:
                 parameter.grad = None

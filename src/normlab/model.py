@@ -259,9 +259,9 @@ def build(cfg: ModelConfig, vocab: int | None) -> Model:
     return ARCHITECTURES[cfg.arch](cfg, cfg.vocab or vocab)
 
 
-def compile_blocks(model: Model) -> None:
+def compile_blocks(model: Model, mode: str | None = None) -> None:
     """torch.compile each block in place: names, state and hooks of the raw modules stay as they are."""
     torch._dynamo.reset()  # a multirun in one process must not inherit another job's caches
     for stack in model.stacks.values():
         for block in stack.blocks:
-            block.compile()
+            block.compile(mode=mode)

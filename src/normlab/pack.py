@@ -33,6 +33,8 @@ def alone(cfg: Config) -> str | None:
         ("precision", cfg.precision, "fp32"),
         ("model.dropout", cfg.model.dropout, 0),
         ("compile", cfg.compile, False),
+        ("tf32", cfg.tf32, False),  # a switch of the process, as is the kernel of attention
+        ("attention", cfg.attention, "auto"),
     ):
         if value != packed:
             return f"{key}={value}; in a pack: {packed}"

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from normlab.activations import Key, Seen, merged, watching
+from normlab.evaluation import cross_entropy
 from normlab.model import Model
 from normlab.norm import wide
+from normlab.task import micro_batches
 from normlab.tensors import Entry, tensors
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -32,19 +34,25 @@ class Profile:
         *,
         layer_drop: bool,
         scale: Callable[[], float] = lambda: 1.0,
+        micro_batch: int | None = None,
     ) -> None:
         self._model, self._objective, self._batches, self._layer_drop = model, objective, batches, layer_drop
-        self._scale = scale
+        self._scale, self._micro_batch = scale, micro_batch
         self.logits: Tensor | None = None  # of the first batch at the last call
 
     def __call__(self) -> pd.DataFrame:
         """profile's rows; output_change: RMS over the first batch's logits, in evaluation mode, of their change since
         the last call; layer_drop_loss: what leaving out a block adds to the cross-entropy, nats."""
-        table = profile(self._model, lambda *batch: self._objective(*batch)[0], self._batches, self._scale())
-        with evaluating(self._model), watching(self._model) as seen:
-            self._objective(*self._batches[0])
-        logits = seen.logits
-        assert logits is not None
+        loss, size = (lambda *batch: self._objective(*batch)[0]), self._micro_batch
+        table = profile(self._model, loss, self._batches, self._scale(), size)
+        said = []
+        with evaluating(self._model):
+            for part, _ in micro_batches(self._batches[0], size):
+                with watching(self._model) as seen:
+                    self._objective(*part)
+                assert seen.logits is not None
+                said.append(seen.logits)
+        logits = torch.cat(said)
         stack = list(self._model.stacks)[-1]
         extra: list[tuple] = []
         if self.logits is not None:
@@ -52,16 +60,19 @@ class Profile:
             extra.append((stack, None, "head", None, "output_change", change))
         self.logits = logits
         if self._layer_drop:
-            extra += layer_drop(self._model, lambda *batch: self._objective(*batch)[1], self._batches)
+            extra += layer_drop(self._model, lambda *b: cross_entropy(self._objective, b, size), self._batches)
         return pd.concat([table, frame(extra)], ignore_index=True) if extra else table
 
 
-def profile(model: Model, loss: Loss, batches: Batches, scale: float = 1.0) -> pd.DataFrame:
+def profile(
+    model: Model, loss: Loss, batches: Batches, scale: float = 1.0, micro_batch: int | None = None
+) -> pd.DataFrame:
     """Per-layer gradients and activations over mini-batches. Tidy rows, columns COLUMNS.
 
     The model stays in the mode that it is in: training, where a step's own gradient is wanted. scale: of the loss in
     the backward pass, taken out of its gradients again, so that they do not vanish in float16; halved, down to 1, where
-    they overflow.
+    they overflow. micro_batch: sequences at a time; of a batch in parts, gradients are those of the whole, and what is
+    said of activations is merged over the parts as over batches.
     Weights: expected_weight_grad_norm, the Frobenius norm of the gradient averaged over the batches FIRST (Xiong et
     al. 2020, figure 3); mean_weight_grad_norm, the mean of the per-batch norms; weight_norm.
     Streams: stream_grad_norm, the mean over batches of the L2 norm of dL/d(stream) after each sublayer has joined.
@@ -73,15 +84,24 @@ def profile(model: Model, loss: Loss, batches: Batches, scale: float = 1.0) -> p
     total = [torch.zeros_like(p) for p in parameters]
     norms: list[Tensor] = []
     values: dict[Key, list[Tensor]] = {}
-    for inputs, targets in batches:
-        seen, grads = _gradients(model, partial(loss, inputs, targets), parameters, scale)
-        weight_grads, stream_grads = grads[: len(parameters)], grads[len(parameters) :]
+    for batch in batches:
+        weight_grads: list[Tensor] = []
+        streams: dict[Key, list[Tensor]] = {}  # norms of the parts
+        for (inputs, targets), share in micro_batches(batch, micro_batch):
+            seen, grads = _gradients(model, partial(_times, share, loss, inputs, targets), parameters, scale)
+            if weight_grads:
+                torch._foreach_add_(weight_grads, grads[: len(parameters)])
+            else:
+                weight_grads = grads[: len(parameters)]
+            for key, grad in zip(seen.streams, grads[len(parameters) :], strict=True):
+                streams.setdefault(key, []).append(torch.linalg.vector_norm(grad, dtype=dtype))
+            for key, found in seen.values.items():
+                values.setdefault(key, []).append(found.to(dtype))
         torch._foreach_add_(total, weight_grads)
         norms.append(_norms(entries, dict(zip(parameters, weight_grads, strict=True)), dtype))
-        for key, grad in zip(seen.streams, stream_grads, strict=True):
-            seen.values[(*key[:-1], "stream_grad_norm")] = torch.linalg.vector_norm(grad, dtype=dtype)
-        for key, found in seen.values.items():
-            values.setdefault(key, []).append(found.to(dtype))
+        for key, found in streams.items():
+            whole = found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found))
+            values.setdefault((*key[:-1], "stream_grad_norm"), []).append(whole)
     torch._foreach_div_(total, len(norms))
 
     by_stat = {
@@ -97,6 +117,10 @@ def profile(model: Model, loss: Loss, batches: Batches, scale: float = 1.0) -> p
     read = torch.stack([merged(key[-1], torch.stack(found)) for key, found in values.items()]).tolist()
     rows += [(*key, value) for key, value in zip(values, read, strict=True)]
     return frame(rows)
+
+
+def _times(share: Tensor | float, loss: Loss, inputs: Any, targets: Tensor) -> Tensor:
+    return loss(inputs, targets) * share
 
 
 def _gradients(

@@ -25,6 +25,8 @@ _NO_LAYERS = LAYERS_SCHEMA.empty_table().cast(
 )
 STEP_COLUMNS = ("step", "tokens", "lr", "loss", "grad_norm", "update_norm", "seconds", "val_loss")
 
+EARLIER = {"tf32": False, "attention": "auto", "world_size": 1}  # of runs from before these were written
+
 
 class Results(NamedTuple):
     """runs: one row per run (settings as dotted columns, and run.json). steps: one row per optimizer step.
@@ -152,7 +154,7 @@ def _of_wandb(run: WandbRun) -> Whole:
 
 def _run_row(settings: dict[str, Any], record: dict[str, Any], path: str) -> dict[str, Any]:
     # The record wins where both have a key: it holds the numbers that were measured.
-    return {**dict(_flat(settings)), **record, "path": path}
+    return {**EARLIER, **dict(_flat(settings)), **record, "path": path}
 
 
 def _flat(settings: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -32,11 +32,18 @@ _ID_FIELDS = ("stack", "layer", "site", "tensor")
 PACKAGES = ("torch", "hydra-core", "wandb", "numpy", "pandas")
 
 
-def run_id(cfg: Config, data_sha256: str, device_type: str) -> str:
-    """First 10 hex digits of the SHA-256 of the canonical JSON of all that can change a number of the result."""
+def run_id(cfg: Config, data_sha256: str, device_type: str, world_size: int = 1) -> str:
+    """First 10 hex digits of the SHA-256 of the canonical JSON of all that can change a number of the result.
+
+    world_size: ranks of the run; like `threads`, they decide the order of sums, and so their last bits.
+    """
     identity = {**cfg.identity(), "data_sha256": data_sha256, "device_type": device_type}
+    if world_size > 1:
+        identity["world_size"] = world_size
     if device_type != "cpu":
         del identity["threads"]
+    if device_type != "cuda":
+        identity.pop("tf32", None)
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
@@ -98,8 +105,8 @@ class RunFolder:
         for part in self._parts()[kept["parts"] :]:
             part.unlink()
         self._part_count = kept["parts"]
-        if len(kept["tail"]):
-            self._add(pa.ipc.open_stream(kept["tail"].numpy()).read_all())
+        for table in tail_of(kept):
+            self._add(table)
         self.update(status="running")
         write_atomically(path / "config.yaml", yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False))
         self._metrics = (path / "metrics.jsonl").open("r+" if kept["rows"] else "w")
@@ -225,6 +232,11 @@ def check_kept(path: Path, kept: Mapping[str, Any]) -> None:
             raise ValueError(" ".join(str(error).split())) from None
         if rows != PART_ROWS:
             raise ValueError(f"{part} has {rows} rows, not {PART_ROWS}")
+
+
+def tail_of(kept: Mapping[str, Any]) -> list[pa.Table]:
+    """The rows of layer statistics that are in no part yet."""
+    return [pa.ipc.open_stream(kept["tail"].numpy()).read_all()] if len(kept["tail"]) else []
 
 
 def _lines(path: Path) -> list[bytes]:

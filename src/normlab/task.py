@@ -309,14 +309,19 @@ def shares(batches: Sequence[Batch]) -> list[float]:
     return [count * len(counts) / sum(counts) for count in counts]
 
 
-def micro_batches(batch: Batch, size: int | None) -> Iterator[tuple[Batch, Tensor | float]]:
-    """Slices of `size` sequences, each with its share of the batch's targets: their weighted losses sum to the mean."""
+def micro_batches(batch: Batch, size: int | None, rows: range | None = None) -> Iterator[tuple[Batch, Tensor | float]]:
+    """Slices of `size` sequences, each with its share of the batch's targets: their weighted losses sum to the mean.
+
+    rows: those of the batch that are wanted, all of them where it is None.
+    """
     inputs, targets = batch
-    if size is None or size >= len(targets):
+    rows = range(len(targets)) if rows is None else rows
+    size = size or len(targets)
+    if min(size, len(rows)) == len(targets):
         yield batch, 1.0
         return
     counted = (targets != IGNORED).sum()
-    for start in range(0, len(targets), size):
-        part = slice(start, start + size)
+    for start in range(rows.start, rows.stop, size):
+        part = slice(start, min(start + size, rows.stop))
         cut = tuple(t[part] for t in inputs) if isinstance(inputs, tuple) else inputs[part]
         yield (cut, targets[part]), (targets[part] != IGNORED).sum() / counted

@@ -4,15 +4,16 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from normlab import checkpoint, journal, relabel, results, store, task
+from normlab import checkpoint, distributed, journal, kernels, relabel, results, store, task
 from normlab.config import Config
 from normlab.device import device_name, pick_device
+from normlab.distributed import Mirror, Ranks
 from normlab.fit import Asked, Fit, Made
 from normlab.log import Log
 from normlab.signals import Postponed
@@ -23,7 +24,7 @@ Training = Generator[Asked, Made, Record]  # a run that asks for its updates, is
 
 
 def train(cfg: Config) -> Record:
-    """Run one configuration and return run.json's content.
+    """Run one configuration, on all ranks that torchrun started, and return run.json's content.
 
     A run that an earlier launch left is skipped, resumed from its last checkpoint or restarted, as cfg.relaunch says
     for its status; skipped, its record comes back with `reused`. One that another process is running is left alone: its
@@ -49,20 +50,41 @@ def training(cfg: Config, signals: Postponed) -> Training:
     torch.set_num_threads(cfg.threads)
     device = pick_device(cfg.device)
     learned = task.make(cfg)
-    source = learned.source
-    run_id = store.run_id(cfg, source.sha256, device.type)
+    run_id = store.run_id(cfg, learned.source.sha256, device.type, distributed.world()[1])
     path = Path(cfg.runs_dir) / cfg.study / run_id
-    with store.alone(path) as mine:
-        earlier = store.read_record(path) or {}
-        if not mine:
+    with distributed.joined(device) as ranks, store.alone(path) if ranks.first else nullcontext(True) as mine:
+        earlier = ranks.agreed(store.read_record(path) or {})
+        if not ranks.agreed(mine):
             return {"run_id": run_id, **earlier, "status": "running"}
         what = store.relaunched(earlier, cfg.relaunch)
         if what == "skip":
-            return (_judged_anew(path, earlier, cfg) if earlier["status"] == "finished" else earlier) | {"reused": True}
+            again = ranks.first and earlier["status"] == "finished"
+            return (_judged_anew(path, earlier, cfg) if again else earlier) | {"reused": True}
         state = None
         if what == "resume":
             state = checkpoint.read(path, run_id, lambda state: store.check_kept(path, state["kept"]))
-        return (yield from _recorded(cfg, learned, device, path, earlier, state, signals))
+        ranks.wait()  # until all have read what rank 0 will change
+        if ranks.first:
+            return (yield from _recorded(cfg, learned, device, path, earlier, state, ranks, signals))
+        return (yield from _followed(cfg, learned, device, path, state, ranks, signals))
+
+
+def _followed(
+    cfg: Config,
+    learned: Task,
+    device: torch.device,
+    path: Path,
+    state: Mapping[str, Any] | None,
+    ranks: Ranks,
+    signals: Postponed,
+) -> Training:
+    """The part of a rank behind the first: all of the run, nothing of the record."""
+    quiet = cfg.log.model_copy(update={"mode": "disabled", "progress": False})
+    ranks.wait()  # until rank 0 has opened the folder
+    folder = Mirror(path, state and state["kept"])
+    with Log(quiet, path, study=cfg.study, steps=cfg.steps, settings={}) as log:
+        result = yield from _fitted(cfg, learned, device, folder, log, state, ranks, signals)
+    return {"run_id": path.name, "status": "finished", **result}
 
 
 def _judged_anew(path: Path, record: dict[str, Any], cfg: Config) -> dict[str, Any]:
@@ -86,6 +108,7 @@ def _recorded(
     path: Path,
     earlier: Mapping[str, Any],
     state: Mapping[str, Any] | None,
+    ranks: Ranks,
     signals: Postponed,
 ) -> Training:
     """Train, from a checkpoint's state if there is one, with the record kept whatever happens."""
@@ -103,6 +126,8 @@ def _recorded(
         "bigram_entropy": source.h2,
         "entropy_rate": source.entropy_rate,
         "device": device_name(device),
+        "world_size": ranks.size,
+        "tf32": cfg.tf32 and device.type == "cuda",
         **attempt,
         "attempts": [*(earlier.get("attempts", []) if state else []), attempt],
     }
@@ -112,10 +137,11 @@ def _recorded(
     folder = store.RunFolder(path, cfg, facts, state and state["kept"])
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
+        ranks.wait()  # the others open it now
         with Log(cfg.log, path, study=cfg.study, steps=cfg.steps, settings=settings) as log:
             log.summary(folder.record)  # what is known of a run that is killed
             try:
-                result = yield from _fitted(cfg, learned, device, folder, log, state, signals)
+                result = yield from _fitted(cfg, learned, device, folder, log, state, ranks, signals)
                 result["status"] = "finished"
             except BaseException as error:
                 _record_end(folder, error)
@@ -137,18 +163,22 @@ def _fitted(
     folder: store.RunFolder,
     log: Log,
     state: Mapping[str, Any] | None,
+    ranks: Ranks,
     signals: Postponed,
 ) -> Training:
     """The numbers of run.json, once all rows are written."""
-    fit = Fit(cfg, learned, device, folder, log)
-    if state:
-        print(f"{cfg.study}/{folder.path.name}: goes on at step {state['step']} of {cfg.steps}", file=sys.stderr)
-        fit.resume(state)
-    try:
-        result = yield from fit.run(signals)
-    except (KeyboardInterrupt, SystemExit):
-        fit.journal.flush(fit.clock.lap)  # the steps that were made
-        raise
+    with kernels.chosen(cfg, device):
+        fit = Fit(cfg, learned, device, folder, log, ranks)
+        if state:
+            if ranks.first:
+                told = f"goes on at step {state['step']} of {cfg.steps}"
+                print(f"{cfg.study}/{folder.path.name}: {told}", file=sys.stderr)
+            fit.resume(state)
+        try:
+            result = yield from fit.run(signals)
+        except (KeyboardInterrupt, SystemExit):
+            fit.journal.flush(fit.clock.lap)  # the steps that were made
+            raise
     folder.close()
     log.files("layers", "layers", sorted(folder.path.glob("layers/*.parquet")))
     return result
