@@ -129,12 +129,9 @@ class Flat:
 
     def below(self, chunk: Chunk, second_moment: Tensor, limit: Tensor | float, out: Tensor) -> Tensor:
         """(..., elements) -> (..., tensors of the chunk): the share of elements below the limit. out: room for them."""
-        if second_moment.device.type == "cpu" and bool((second_moment.amin(-1, keepdim=True) > limit).all()):
-            return chunk.counts.new_zeros((*second_moment.shape[:-1], len(chunk.counts)))  # in one pass over memory
-        above = torch.sub(second_moment, limit, out=out).sign_()  # +1, or -1 below
-        signs = above.view(*above.shape[:-1], -1, self.row).sum(-1)
-        room = chunk.counts + chunk.padding
-        return ((room - self.sums(chunk, signs)) / 2 - chunk.padding) / chunk.counts  # padding is below
+        low = torch.lt(second_moment, limit, out=out)  # 1.0 or 0.0
+        counts = self.sums(chunk, low.view(*low.shape[:-1], -1, self.row).sum(-1))
+        return (counts - chunk.padding) / chunk.counts  # padding is below
 
     def ordered(self, parts: Sequence[Tensor]) -> Tensor:
         """(..., tensors of each chunk) -> (..., tensors), as `ids` are."""
