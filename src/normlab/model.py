@@ -262,6 +262,8 @@ def build(cfg: ModelConfig, vocab: int | None) -> Model:
 def compile_blocks(model: Model, mode: str | None = None) -> None:
     """torch.compile each block in place: names, state and hooks of the raw modules stay as they are."""
     torch._dynamo.reset()  # a multirun in one process must not inherit another job's caches
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    how: dict[str, Any] = {"options": {"cpp_wrapper": True}} if on_cpu else {"mode": mode}  # calls without Python
     for stack in model.stacks.values():
         for block in stack.blocks:
-            block.compile(mode=mode)
+            block.compile(**how)
