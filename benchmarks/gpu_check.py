@@ -26,7 +26,7 @@ from normlab import composing, flops, kernels, optim, store, task
 from normlab.config import Config
 from normlab.device import device_name, pick_device
 from normlab.explain import ConfigError
-from normlab.fit import Fit
+from normlab.fit import Fit, alone
 from normlab.init import initialise
 from normlab.log import Log
 from normlab.model import build
@@ -87,7 +87,7 @@ class Bench:
             with Log(cfg.log, folder.path, study="bench", steps=cfg.steps, settings={}) as log:
                 fit = Fit(cfg, task.make(cfg), self.device, folder, log)
                 fit.checkpoint = lambda done: None
-                fit.steps(signals)
+                alone(fit.steps(signals))
             rows = folder.rows()
             folder.close()
         seconds = [row["seconds"] for row in rows]

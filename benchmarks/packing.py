@@ -3,30 +3,26 @@
 Everything that a step of a run does: batch, gradients, statistics, update, rows on disk. Evaluation and profiles, which
 each run makes by itself in both cases, are left out. Each arm has a process of its own; they take turns.
 
-python benchmarks/packing.py                    # prints the table and writes benchmarks/packing.md
+python benchmarks/packing.py                    # writes its section of benchmarks/results.md
 python benchmarks/packing.py --widths 32 --depths 6
 """
 
 import argparse
 import multiprocessing
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Generator
 from contextlib import closing
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
+import page
 from normlab import composing, pack, train
 from normlab.config import Config
 from normlab.signals import Postponed
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTHS, DEPTHS, SIZES = (16, 32, 64), (6, 24), (2, 4, 8)
 REPEATS = 7
 SAMPLE = 24  # steps of runs: a pack of K makes SAMPLE / K of its own
@@ -57,7 +53,7 @@ def arm(size: int, overrides: list[str], pipe: Connection) -> None:
     """A process: for each word from the pipe some steps, and the seconds that one took for one run."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        cfgs = [composing.config(ROOT, [*overrides, f"runs_dir={folder}", f"seed={seed}"]) for seed in range(size)]
+        cfgs = [composing.config(page.ROOT, [*overrides, f"runs_dir={folder}", f"seed={seed}"]) for seed in range(size)]
         with closing(steps(cfgs)) as stepping:
             while pipe.recv():
                 start = time.process_time()  # other processes of the machine do not count
@@ -95,31 +91,24 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     chosen = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    lines = [
-        "# Packed runs",
-        "",
-        "How many times as fast a run's step is in a pack of K as alone (above 1: packing pays). Context 64, batch 8,",
-        f"AdamW, fp32, default model but for width and depth; medians of paired ratios of {REPEATS} rounds in which",
-        f"each arm, a process of its own, makes {SAMPLE} steps of runs. CPU time, torch {torch.__version__}, 1 thread,",
-        f"{platform.machine()}, commit {commit.stdout.strip() or 'unknown'}, load average {os.getloadavg()[1]:.1f} on "
-        f"{os.cpu_count()} cores. Command: `python benchmarks/packing.py`.",
-        "Part of what heads of width 4 and 8 gain is the pack's own form of attention (`stacked.attend`).",
-        "",
-        f"| width | depth | alone (ms) | {' | '.join(f'pack={size}' for size in SIZES)} |",
-        "|---" * (3 + len(SIZES)) + "|",
-    ]
-    print(lines[-2])
+    rows = []
     for width in chosen.widths:
         for depth in chosen.depths:
             shape = [f"model.width={width}", f"model.depth={depth}"]
             step, *ratios = measure([*shape, "log=disabled", "eval.every=0", "probe.batches=0", "steps=100000"])
-            lines.append(f"| {width} | {depth} | {step:.1f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-            print(lines[-1], flush=True)
+            rows.append((width, depth, f"{step:.1f}", *(f"{ratio:.2f}" for ratio in ratios)))
+            print(rows[-1], flush=True)
+    lines = [
+        "How many times as fast a run's step is in a pack of K as alone (above 1: packing pays). Context 64, batch 8, "
+        "AdamW, fp32, one thread, default model but for width and depth; CPU time, medians of paired ratios of "
+        f"{REPEATS} rounds in which each arm, a process of its own, makes {SAMPLE} steps of runs. Part of what heads "
+        f"of width 4 and 8 gain is the pack's own form of attention (`stacked.attend`). {page.where()} Command: "
+        "`python benchmarks/packing.py`.",
+        "",
+        *page.table(["width", "depth", "alone (ms)", *(f"pack={size}" for size in SIZES)], rows),
+    ]
     if (tuple(chosen.widths), tuple(chosen.depths)) == (WIDTHS, DEPTHS):
-        (ROOT / "benchmarks" / "packing.md").write_text("\n".join(lines) + "\n")
+        page.write("Packed runs", lines)
 
 
 if __name__ == "__main__":

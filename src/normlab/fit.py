@@ -3,9 +3,9 @@
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from normlab.signals import Postponed
 from normlab.task import Batch, Task, micro_batches
 from normlab.tensors import count_parameters
 
+Ended = TypeVar("Ended")  # what a run returns
+
 
 class Asked(NamedTuple):
     """An update of a run's model that whoever drives the run shall make: on this batch, at this rate."""
@@ -43,6 +45,22 @@ class Made(NamedTuple):
     norms: Tensor  # (tensors,), of the gradients
     nonfinite: Tensor  # (tensors,)
     others: Tensor  # (4, tensors)
+
+
+def alone(run: Generator[Asked, Made, Ended]) -> Ended:
+    """Make the updates that one run asks for, to its end; what it returns."""
+    with closing(run):
+        try:
+            asked = next(run)
+            while True:
+                try:
+                    made = asked.fit.made(asked)
+                except BaseException as error:
+                    asked = run.throw(error)
+                else:
+                    asked = run.send(made)
+        except StopIteration as end:
+            return end.value
 
 
 class Fit:

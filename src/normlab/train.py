@@ -4,7 +4,7 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from normlab import checkpoint, distributed, journal, kernels, relabel, results,
 from normlab.config import Config
 from normlab.device import device_name, pick_device
 from normlab.distributed import Mirror, Ranks
-from normlab.fit import Asked, Fit, Made
+from normlab.fit import Asked, Fit, Made, alone
 from normlab.log import Log
 from normlab.signals import Postponed
 from normlab.task import Task
@@ -31,18 +31,7 @@ def train(cfg: Config) -> Record:
     record, status `running`. Divergence is a result. Any exception is recorded as `failed` with its traceback and
     raised again; a signal lets the step finish, writes a checkpoint and marks the run `interrupted`.
     """
-    with closing(training(cfg, Postponed())) as run:
-        try:
-            asked = next(run)
-            while True:
-                try:
-                    made = asked.fit.made(asked)
-                except BaseException as error:
-                    asked = run.throw(error)
-                else:
-                    asked = run.send(made)
-        except StopIteration as end:
-            return end.value
+    return alone(training(cfg, Postponed()))
 
 
 def training(cfg: Config, signals: Postponed) -> Training:
