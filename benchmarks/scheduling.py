@@ -24,7 +24,7 @@ WAYS = {
     "basic, 1 thread": ["threads=1"],
     "basic, 2 threads": ["threads=2"],
 }
-REPEATS = 3
+REPEATS = 2
 
 
 def seconds(arguments: list[str]) -> float:
