@@ -46,7 +46,7 @@ def settings(cfg: Config) -> dict[str, Any]:
     return cfg.model_dump(exclude={"log": {"mode"}})
 
 
-SOME = 24  # jobs of a large grid that are composed, evenly spaced; all are compared by their choices
+SOME = 8  # jobs of a large grid that are composed, evenly spaced; all are compared by their choices
 
 
 def choices(job: list[str], keys: set[str]) -> frozenset[tuple[str, Any]]:
