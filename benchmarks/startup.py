@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(TRAIN), *COMMON, f"runs_dir={folder}", "study=bench", *arguments]
+    command = [sys.executable, str(TRAIN), *arguments, *COMMON, f"runs_dir={folder}", "study=bench"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
