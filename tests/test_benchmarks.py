@@ -2,8 +2,9 @@
 
 import math
 
-import page
 import pytest
+
+import page
 import throughput
 from gpu_check import RUN_COLUMNS, Bench
 
