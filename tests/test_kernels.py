@@ -67,6 +67,22 @@ def test_what_is_refused(overrides, told):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine's device has graphs")
+def test_a_cluster_s_door_leaves_its_device_to_the_job(tmp_path):
+    graphs = "compile=reduce-overhead"
+    plan = cli.check(ROOT, ["-m", "hydra/launcher=submitit_slurm", "data=markov", graphs, f"runs_dir={tmp_path}"])
+    assert plan is not None
+    assert plan.elsewhere
+    for launcher in ("basic", "joblib"):
+        with pytest.raises(ConfigError, match="reduce-overhead"):
+            cli.check(ROOT, ["-m", f"hydra/launcher={launcher}", "data=markov", graphs])
+    with pytest.raises(ConfigError, match="this run's device is cpu"):
+        train(tiny(tmp_path, graphs, "device=cpu"))
+    (record,) = (store.read_record(path) for path in (tmp_path / "scratch").iterdir())
+    assert record is not None
+    assert record["status"] == "failed"
+
+
 @pytest.mark.parametrize(
     ("overrides", "backend"),
     [

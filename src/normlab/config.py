@@ -23,7 +23,6 @@ from normlab.config_model import (
     PositiveInt,
     Section,
 )
-from normlab.device import pick_device
 from normlab.explain import ConfigError, explain
 from normlab.spikes import Rule
 
@@ -189,14 +188,6 @@ class Config(Section):
     def _a_batch_has_a_spread(self) -> "Config":
         if self.model.norm == "batchnorm" and self.model.context * (self.micro_batch or self.sequences) < 2:
             raise ValueError("model.norm=batchnorm needs two tokens in a batch: model.context=1 and data.batch_size=1")
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_have_their_device(self) -> "Config":
-        kind = pick_device(self.device).type
-        if self.compile == "reduce-overhead" and kind != "cuda":
-            raise ValueError(f"compile=reduce-overhead records CUDA graphs: this run's device is {kind}; accepted: "
-                             "false, true")  # fmt: skip
         return self
 
     @property

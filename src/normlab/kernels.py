@@ -29,11 +29,12 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @contextmanager
 def chosen(cfg: Config, device: torch.device) -> Iterator[None]:
-    """cfg.tf32 and cfg.attention are in force inside, what was before afterwards.
+    """cfg.tf32 and cfg.attention are in force inside, what was before afterwards. Raises ConfigError as `check` does.
 
     tf32 through torch.set_float32_matmul_precision, which sets the old and the new switches alike: with
     torch.backends.cuda.matmul.fp32_precision alone, torch 2.13's compiler raises where it reads the old one.
     """
+    check(cfg)  # a job may have another device than the machine that launched it
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
@@ -91,10 +92,14 @@ def attention_used(model: Model, inputs: Any, autocast: torch.autocast) -> str |
 
 
 def check(cfg: Config) -> None:
-    """Raise ConfigError if the attention kernel that cfg asks for cannot serve its model on its device."""
+    """Raise ConfigError if this machine's device has not the CUDA graphs or the attention kernel that cfg asks for."""
+    model, device = cfg.model, pick_device(cfg.device)
+    if cfg.compile == "reduce-overhead" and device.type != "cuda":
+        raise ConfigError(
+            f"compile=reduce-overhead records CUDA graphs: this run's device is {device.type}; accepted: false, true"
+        )
     if cfg.attention == "auto":
         return
-    model, device = cfg.model, pick_device(cfg.device)
     if model.attn_softcap is not None and cfg.attention != "math":
         raise ConfigError(f"attention={cfg.attention}: model.attn_softcap writes the scores out; accepted: auto, math")
     possible = [name for name in ATTENTION if _serves(name, cfg, device)]
