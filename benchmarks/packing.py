@@ -34,7 +34,7 @@ def steps(cfgs: list[Config]) -> Generator[None]:
         with closing(train.training(cfgs[0], Postponed())) as run:
             asked = next(run)
             while True:
-                asked = run.send(asked.fit.made(asked))
+                asked = run.send(asked.fit.made(asked.batch, asked.lr))
                 yield
     members = [pack.Member(cfg, Postponed(), lambda *_: None) for cfg in cfgs]
     for member in members:

@@ -21,6 +21,7 @@ from normlab.door import asked
 from normlab.explain import ConfigError
 from normlab.init import calibrate, initialise
 from normlab.model import build
+from normlab.objective import Task
 from normlab.probe import frame
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +90,7 @@ def run(cfg: Config) -> dict[str, Any]:
     return folder.record
 
 
-def measure(cfg: Config, learned: task.Task) -> tuple[jacobian.Jacobian, float]:
+def measure(cfg: Config, learned: Task) -> tuple[jacobian.Jacobian, float]:
     """The Jacobian for the first sequence of the seed's first batch, and the mean held-out loss."""
     model = build(cfg.model, learned.vocab)
     initialise(model, cfg.model, cfg.seed)

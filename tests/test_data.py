@@ -10,7 +10,7 @@ from conftest import compose
 
 from normlab import data
 from normlab.explain import ConfigError
-from normlab.task import NextToken
+from normlab.windows import NextToken
 
 
 def markov(*overrides: str) -> data.Markov:

@@ -6,7 +6,7 @@ from conftest import ROOT, compose, tiny
 from torch.nn import functional as F
 
 import arms
-from normlab import cli, fit, flops, kernels, store
+from normlab import cli, flops, kernels, store
 from normlab.config import load
 from normlab.explain import ConfigError
 from normlab.fit import Fit
@@ -115,7 +115,7 @@ def test_the_probe_leaves_no_trace(tmp_path, monkeypatch):
     """Dropout's draws and batch norm's statistics are those of a run that never asked."""
     run = ["model.dropout=0.1", "model.norm=batchnorm"]
     asked = train(tiny(tmp_path / "asked", *run))
-    monkeypatch.setattr(fit.kernels, "attention_used", lambda *_: "math")
+    monkeypatch.setattr(kernels, "attention_used", lambda *_: "math")
     plain = train(tiny(tmp_path / "plain", *run))
     assert asked["final_val_loss"] == plain["final_val_loss"]
 

@@ -7,7 +7,7 @@ import torch
 from conftest import compose, tiny
 
 from normlab import meter as meter_module
-from normlab import optim, task
+from normlab import objective, optim, task
 from normlab.init import initialise
 from normlab.meter import STATS, StepMeter
 from normlab.model import Model, build
@@ -169,7 +169,7 @@ def test_accumulated_gradients_tell_the_same(tmp_path, overrides):
 def test_micro_batches_of_a_pair_of_sequences():
     learned = task.make(compose("model.arch=encoder_decoder", "data=markov", "data.batch_size=5"))
     whole = learned.batch(0, 0)
-    parts = list(task.micro_batches(whole, 2))
+    parts = list(objective.micro_batches(whole, 2))
     assert [len(targets) for (_, targets), _ in parts] == [2, 2, 1]
     assert sum(float(share) for _, share in parts) == pytest.approx(1)
     assert torch.equal(torch.cat([inputs[0] for (inputs, _), _ in parts]), whole[0][0])

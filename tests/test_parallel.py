@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 from pairs import REST, SIZE, config, write
 
-from normlab import cli, parallel, task
+from normlab import cli, objective, parallel, task
 from normlab.buckets import Batches, assemble, buckets
 from normlab.explain import ConfigError
 from normlab.head import IGNORED
@@ -222,7 +222,7 @@ def test_evaluation_is_a_mean_over_targets_whatever_the_batches(folder):
         batches = learned.held_out(1000)
         assert sum(len(t) for _, t in batches) == 12
         losses = [model.loss(*b).item() for b in batches]
-        found.append(np.average(losses, weights=task.shares(batches)))
+        found.append(np.average(losses, weights=objective.shares(batches)))
     assert found[0] == pytest.approx(found[1], rel=1e-10)
 
 
@@ -255,7 +255,7 @@ def test_reference_losses_are_those_of_the_evaluated_targets(folder):
                 one = np.array([before]), np.array([token])
                 total += (bigrams.bigram_loss(*one) if known else bigrams.unigram_loss(one[1])).item()
                 before, count = token, count + 1
-        found = np.average([learned.reference_loss(b, known) for b in batches], weights=task.shares(batches))
+        found = np.average([learned.reference_loss(b, known) for b in batches], weights=objective.shares(batches))
         assert found == pytest.approx(total / count, rel=1e-10)
         assert found == pytest.approx((learned.source.h1, learned.source.h2)[known], rel=1e-10)
     assert learned.source.h2 < learned.source.h1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import compose, tiny
 
-from normlab import task
+from normlab import objective, task
 from normlab.explain import ConfigError
 from normlab.head import IGNORED
 from normlab.model import build
@@ -14,7 +14,7 @@ from normlab.results import load
 from normlab.train import train
 
 
-def made(arch: str, *overrides: str) -> task.Task:
+def made(arch: str, *overrides: str) -> objective.Task:
     data = ["data=markov", "data.vocab=16", "data.batch_size=32", "model.context=64"]
     return task.make(compose(f"model.arch={arch}", *data, *overrides))
 
@@ -32,7 +32,7 @@ def test_a_batch_is_a_function_of_seed_and_step(arch):
         assert all(torch.equal(a, b) for a, b in zip(_parts(one), _parts(two), strict=True))
 
 
-def _parts(batch: task.Batch) -> list[torch.Tensor]:
+def _parts(batch: objective.Batch) -> list[torch.Tensor]:
     inputs, targets = batch
     return [*inputs, targets] if isinstance(inputs, tuple) else [inputs, targets]
 

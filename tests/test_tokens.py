@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, compose
 
-from normlab import data, hf, task, tokens
+from normlab import data, hf, task, tokens, windows
 from normlab.explain import ConfigError
 from normlab.model import build
 from normlab.ngram import Bigrams
@@ -117,7 +117,7 @@ def test_a_folder_must_be_named():
 
 def test_reference_losses_of_a_large_vocabulary_are_sparse_ones(tmp_path):
     source = made(written(tmp_path))
-    learned = task.NextToken(source, 8, 16)
+    learned = windows.NextToken(source, 8, 16)
     text = np.fromfile(tmp_path / "train.bin", "<u2").astype(int)
     bigrams = Bigrams.count(300, text[1:], text[:-1], text[1:])
     batch = learned.held_out(1)[0]

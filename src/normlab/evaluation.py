@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normlab.distributed import Ranks
-from normlab.task import Batch, Task, micro_batches, shares
+from normlab.objective import Batch, Task, micro_batches, shares
 
 Objective = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # what training descends, its cross-entropy
 

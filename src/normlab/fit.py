@@ -1,4 +1,4 @@
-"""The loop of one run: build, then evaluate, profile, step, log and checkpoint, in this order, and sum up."""
+"""The loop of one run: evaluate, profile, ask for an update, log and checkpoint, in this order, and sum up."""
 
 import math
 import time
@@ -10,21 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from normlab import checkpoint, flops, kernels, optim, store
+from normlab import checkpoint, flops, optim, store
 from normlab.config import Config
 from normlab.device import Clock, device_name
 from normlab.distributed import ALONE, Ranks
 from normlab.evaluation import HeldOut
-from normlab.init import calibrate, initialise
-from normlab.isolation import seed_all
 from normlab.journal import Journal
+from normlab.learner import Learner, Made
 from normlab.log import Log
-from normlab.meter import StepMeter, global_norm
-from normlab.model import build, compile_blocks
+from normlab.objective import Batch, Task
 from normlab.probe import Profile, evaluating
 from normlab.sharpness import critical_sharpness
 from normlab.signals import Postponed
-from normlab.task import Batch, Task, micro_batches
 from normlab.tensors import count_parameters
 
 Ended = TypeVar("Ended")  # what a run returns
@@ -38,15 +35,6 @@ class Asked(NamedTuple):
     lr: float
 
 
-class Made(NamedTuple):
-    """What an update told: the batch's loss, and of the tensors meter.STATS and counts of non-finite gradients."""
-
-    loss: Tensor
-    norms: Tensor  # (tensors,), of the gradients
-    nonfinite: Tensor  # (tensors,)
-    others: Tensor  # (4, tensors)
-
-
 def alone(run: Generator[Asked, Made, Ended]) -> Ended:
     """Make the updates that one run asks for, to its end; what it returns."""
     with closing(run):
@@ -54,7 +42,7 @@ def alone(run: Generator[Asked, Made, Ended]) -> Ended:
             asked = next(run)
             while True:
                 try:
-                    made = asked.fit.made(asked)
+                    made = asked.fit.made(asked.batch, asked.lr)
                 except BaseException as error:
                     asked = run.throw(error)
                 else:
@@ -63,7 +51,7 @@ def alone(run: Generator[Asked, Made, Ended]) -> Ended:
             return end.value
 
 
-class Fit:
+class Fit(Learner):
     """The state of one training run and its loop, which asks for updates: `made` makes one, normlab.pack several."""
 
     def __init__(
@@ -75,26 +63,8 @@ class Fit:
         log: Log,
         ranks: Ranks = ALONE,
     ) -> None:
-        seed_all(cfg.seed)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        self.cfg, self.task, self.device, self.folder, self.ranks = cfg, learned, device, folder, ranks
-        self.model = build(cfg.model, learned.vocab)
-        initialise(self.model, cfg.model, cfg.seed)
-        self.model.to(device)
-        first = self.to_device(learned.batch(cfg.seed, 0))[0]
-        calibrate(self.model, first)
-        self.attention = kernels.attention_used(self.model, first, self.autocast())
-        self.optimizer = optim.make(self.model, cfg.optim, cfg.model)
-        add_up = ranks.add_up if ranks.size > 1 else None
-        self.meter = StepMeter(self.model, self.optimizer, keep_update=cfg.probe.sharpness, add_up=add_up)
-        # float16 alone: bfloat16 has the exponents of float32 (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
-        self.one = torch.ones((), device=device)
-        self.scaler.scale(self.one)  # begins it: a rank may have no sequence of the first batch
-        self.graphs = cfg.compile == "reduce-overhead"
-        if cfg.compile:
-            compile_blocks(self.model, "reduce-overhead" if self.graphs else None)
+        super().__init__(cfg, learned, device, ranks)
+        self.task, self.folder = learned, folder
         held_out = [self.to_device(b) for b in learned.held_out(cfg.eval.batches)]
         self.held_out = HeldOut(learned, held_out, device=device, micro_batch=cfg.micro_batch, ranks=ranks)
         batches = [self.to_device(b) for b in learned.held_out(cfg.probe.batches)]
@@ -189,69 +159,6 @@ class Fit:
         self.start, self.stopped, self.init_val_loss = state["step"], state["stopped"], state["init_val_loss"]
         self.clock.total = self.journal.replay()
         checkpoint.restore_random(state, self.device)
-
-    def made(self, asked: Asked) -> Made:
-        """This run's update, by itself."""
-        loss = self.backward(asked.batch)
-        norms, nonfinite = self.meter.gradients(self.scaler)
-        return Made(loss, norms, nonfinite, self.update(asked.lr, norms))
-
-    def backward(self, batch: Batch) -> Tensor:
-        """Gradients of the batch's mean objective, micro-batch by micro-batch; its mean cross-entropy.
-
-        Of several ranks: their gradients, and these losses, are parts of sums.
-        """
-        losses = []
-        for part, share in micro_batches(batch, self.cfg.micro_batch, self.ranks.rows(len(batch[1]))):
-            if self.graphs and len(losses) == 1:
-                self.keep_gradients()
-            objective, loss = self.objective(*part)
-            self.scaler.scale(objective * share).backward()
-            losses.append(loss.detach() * share)
-        loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), device=self.device)
-        self.ranks.add_up(loss)
-        return loss
-
-    def keep_gradients(self) -> None:
-        """Take them out of the CUDA graphs' memory, which the next micro-batch's replay writes over."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-
-    def update(self, lr: float, norms: Tensor) -> Tensor:
-        """Clip by the global norm if asked, then one optimizer step at rate lr; what the meter tells of it.
-
-        fp16: no step where a gradient is not finite.
-        """
-        if self.cfg.optim.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.meter.flat, self.cfg.optim.clip, global_norm(norms))
-        self.set_rate(lr)
-        return self.meter.update((~norms.isfinite()).any().float() if self.scaler.is_enabled() else None)
-
-    def set_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-
-    def objective(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What the step descends, and its cross-entropy."""
-        if self.graphs:  # what the graphs of all blocks gave for the last batch has been read
-            torch.compiler.cudagraph_mark_step_begin()
-        with self.autocast():
-            return self.model.objective(inputs, targets, self.cfg.label_smoothing)
-
-    def autocast(self) -> torch.autocast:
-        narrow = torch.float16 if self.cfg.precision == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, narrow, enabled=self.cfg.precision != "fp32")
-
-    def to_device(self, batch: Batch) -> Batch:
-        def move(tokens: Any) -> Any:
-            if isinstance(tokens, tuple):
-                return tuple(map(move, tokens))
-            if self.device.type == "cuda":  # pinned, so that the copy does not wait for the device
-                tokens = tokens.pin_memory()
-            return tokens.to(self.device, non_blocking=True)
-
-        return move(batch[0]), move(batch[1])
 
     def evaluate(self) -> float:
         """Mean loss over the targets of the held-out batches."""

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from normlab import stacked, task, train
 from normlab.config import Config
-from normlab.fit import Asked, Made
+from normlab.fit import Asked
+from normlab.learner import Made
 from normlab.model import build
+from normlab.objective import Batch, micro_batches
 from normlab.signals import Postponed
 from normlab.stacked_meter import StackedMeter
-from normlab.task import Batch, micro_batches
 from normlab.train import Record
 
 End = Record | BaseException
@@ -166,7 +167,7 @@ class Pack:
             losses, grads = self._gradients([each.batch for each in asked], first.cfg)
             made = self._meter.update(losses.to(first.device), grads, [each.lr for each in asked])
         else:
-            made = [each.fit.made(each) for each in asked]
+            made = [each.fit.made(each.batch, each.lr) for each in asked]
         share = (time.perf_counter() - start) / len(asked)
         for member, told in zip(self.members, made, strict=True):
             member.advance(told, share)

@@ -14,7 +14,7 @@ from normlab.activations import Key, Seen, merged, watching
 from normlab.evaluation import cross_entropy
 from normlab.model import Model
 from normlab.norm import wide
-from normlab.task import micro_batches
+from normlab.objective import micro_batches
 from normlab.tensors import Entry, tensors
 
 Loss = Callable[[Any, Tensor], Tensor]

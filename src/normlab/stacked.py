@@ -18,8 +18,8 @@ from normlab.attention import Attention
 from normlab.head import IGNORED
 from normlab.model import Embedding, Model, NumberEmbedding
 from normlab.norm import wide
+from normlab.objective import Batch
 from normlab.residual import Residual, first_stream
-from normlab.task import Batch
 
 Stacks = dict[Tensor, Tensor]  # parameters of the first model -> those of all, (M, *shape), which want gradients
 # Modules whose parameters multiply or shift their input, element by element.

@@ -10,7 +10,7 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
-from normlab.fit import Fit, Made
+from normlab.learner import Learner, Made
 from normlab.meter import global_norm
 
 
@@ -18,7 +18,7 @@ class StackedMeter:
     """Statistics and updates of all members. Each one's weights stay its model's, each one's optimizer makes its step;
     what lies on either side of that step is one operation for all."""
 
-    def __init__(self, fits: Sequence[Fit]) -> None:
+    def __init__(self, fits: Sequence[Learner]) -> None:
         self._fits, self._layout = fits, fits[0].meter.layout
         self._weights = torch.stack([fit.meter.weights for fit in fits])
         self._scratch = torch.empty_like(self._weights)

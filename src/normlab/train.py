@@ -14,10 +14,12 @@ from normlab import checkpoint, distributed, journal, kernels, relabel, results,
 from normlab.config import Config
 from normlab.device import device_name, pick_device
 from normlab.distributed import Mirror, Ranks
-from normlab.fit import Asked, Fit, Made, alone
+from normlab.fit import Asked, Fit, alone
+from normlab.learner import Made
 from normlab.log import Log
+from normlab.objective import Task
 from normlab.signals import Postponed
-from normlab.task import Task
+from normlab.translation import HYPOTHESES
 
 Record = dict[str, Any]  # run.json's content
 Training = Generator[Asked, Made, Record]  # a run that asks for its updates, is sent what they told, returns its record
@@ -122,7 +124,7 @@ def _recorded(
     }
     if not state:
         checkpoint.clear(path)
-        (path / task.HYPOTHESES).unlink(missing_ok=True)
+        (path / HYPOTHESES).unlink(missing_ok=True)
     folder = store.RunFolder(path, cfg, facts, state and state["kept"])
     settings = cfg.model_dump(mode="json") | {"data_sha256": source.sha256}
     try:
