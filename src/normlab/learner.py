@@ -99,8 +99,8 @@ class Learner:
             return self.model.objective(inputs, targets, self.cfg.label_smoothing)
 
     def autocast(self) -> torch.autocast:
-        narrow = torch.float16 if self.cfg.precision == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, narrow, enabled=self.cfg.precision != "fp32")
+        narrow = kernels.NARROW.get(self.cfg.precision)
+        return torch.autocast(self.device.type, narrow, enabled=narrow is not None)
 
     def to_device(self, batch: Batch) -> Batch:
         def move(tokens: Any) -> Any:
