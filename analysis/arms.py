@@ -167,6 +167,12 @@ def loss_unit(runs: pd.DataFrame) -> str:
     return "mean squared error" if set(runs["data.name"]) == {"sine"} else "nats"
 
 
+def seeds(runs: pd.DataFrame) -> str:
+    """How many, in words."""
+    count = runs.seed.nunique()
+    return f"{count} seed{'s' if count != 1 else ''}"
+
+
 def in_order(placements: Iterable[str]) -> list[str]:
     """Placements in the order of their table; unknown ones, of another version, last."""
     return sorted(placements, key=lambda p: (_ORDER.get(p, len(_ORDER)), p))

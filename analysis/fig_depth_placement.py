@@ -60,7 +60,7 @@ def draw(data: Results) -> Drawn:
         fig.legend(handles=marks, loc="outside lower center", ncols=3)
     caption = (
         f"Stable runs of all runs, by depth and peak learning rate, for {len(runs)} runs "
-        f"({runs.seed.nunique()} seeds). The mark is the commonest of the failures, the worse one of a tie.{note}"
+        f"({arms.seeds(runs)}). The mark is the commonest of the failures, the worse one of a tie.{note}"
     )
     columns = ["study", "run_id", "arm", PLACEMENT, DEPTH, LR, "seed", "verdict", "reason"]
     table = named[columns].merge(cells.drop(columns="failure"), on=["arm", DEPTH, LR])

@@ -54,7 +54,7 @@ def draw(data: Results) -> Drawn:
     lost = int(rows[rows.when == "after training"].logit_rms.isna().sum())
     caption = (
         f"RMS of the logits on the probed batch and validation loss by depth, for {len(runs)} runs "
-        f"({runs.seed.nunique()} seeds); lines: means over seeds; {final_loss.BARS}. {final_loss.CAP}"
+        f"({arms.seeds(runs)}); lines: means over seeds; {final_loss.BARS}. {final_loss.CAP}"
         f"{f' {lost} runs have no finite logits after training and are in the loss alone.' if lost else ''}{note}"
     )
     columns = ["study", "run_id", PLACEMENT, "normed", DEPTH, "seed", "verdict", "when", "logit_rms", "loss"]

@@ -129,7 +129,7 @@ def draw(data: Results) -> Drawn:
     caption = (
         f"L2 norm of the expected gradient at initialisation ({rows.run_id.nunique():,} models: {len(order)} "
         f"placements, {settings[NORM].nunique()} norms, {settings[ACTIVATION].nunique()} activations, "
-        f"{rows.seed.nunique()} seeds), averaged over seeds, norms and activations.{nothing} "
+        f"{arms.seeds(rows)}), averaged over seeds, norms and activations.{nothing} "
         "Exponents s of gradient ~ depth^s, least squares on logs, linear within ±1 and logarithmic beyond: mark and "
         "thick line are the mean and its 95 % bootstrap interval over seeds, the thin line spans norms x activations. "
         f"Right: each norm and activation at depth {depths[-1]}, mean over seeds.{left_out}"

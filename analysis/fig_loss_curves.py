@@ -76,7 +76,7 @@ def curves(runs: pd.DataFrame, steps: pd.DataFrame, label: str, note: str = "") 
     seeds = runs.seed.nunique()
     banded = (runs.groupby(["arm", DEPTH]).size() >= BAND).any()
     caption = (
-        f"{label[0].upper()}{label[1:]} by step for {len(runs)} runs ({seeds} seed{'s' if seeds > 1 else ''}); "
+        f"{label[0].upper()}{label[1:]} by step for {len(runs)} runs ({arms.seeds(runs)}); "
         f"{note}{'bands: least to most over the seeds; ' if banded else ''}"
         f"a cross marks where a run that diverged was last seen"
         f"{'; from its first bad step on it enters its mean with its loss at initialisation' if seeds > 1 else ''}."

@@ -46,7 +46,7 @@ def draw(data: Results) -> Drawn:
     final_loss.value_axis([panel])
     final_loss.legend(fig, runs, ncols=3)
     caption = (
-        f"Final validation loss by depth for {len(runs)} runs ({runs.seed.nunique()} seeds); lines: means over seeds; "
+        f"Final validation loss by depth for {len(runs)} runs ({arms.seeds(runs)}); lines: means over seeds; "
         f"{final_loss.BARS}. {final_loss.CAP} Arms at one depth are drawn side by side. "
         f"Grey: entropies of the evaluated tokens.{note}"
     )

@@ -46,7 +46,7 @@ def draw(data: Results) -> Drawn:
     others = [k for k in [DEPTH, *arms.varying(runs)] if k != PLACEMENT and runs[k].map(str).nunique() > 1]
     pooled = f", pooled over {', '.join(arms.short_names(others).values())}" if others else ""
     caption = (
-        f"Kaplan-Meier share of {len(runs)} runs ({runs.seed.nunique()} seeds) that have not diverged by a step"
+        f"Kaplan-Meier share of {len(runs)} runs ({arms.seeds(runs)}) that have not diverged by a step"
         f"{pooled}. Bands: 95 % log-log intervals, undefined at a share of 0 or 1; runs that differ in a seed alone "
         f"count as independent. Ticks: runs that ended without diverging.{note}"
     )

@@ -46,7 +46,7 @@ def draw(data: Results) -> Drawn:
         panel.set_xlabel("optimizer step")
     signatures = ", ".join(sorted(runs.get("bleu_signature", pd.Series(dtype=str)).dropna().unique()))
     sizes = sorted({f"{r['model.depth']} blocks of width {r['model.width']}" for _, r in runs.iterrows()})
-    seeds = f"{runs.seed.nunique()} seed{'s' if runs.seed.nunique() > 1 else ''}"
+    seeds = arms.seeds(runs)
     caption = (
         f"Validation loss and BLEU by step for {len(runs)} runs of {seeds}, {', '.join(sizes)} a stack. The loss is "
         f"the plain cross-entropy, whatever training descends; grey: unigram and bigram entropy. The curve of BLEU is "

@@ -53,7 +53,7 @@ def draw(data: Results) -> Drawn:
         final_loss.value_axis([panel for panel in shown if panel.get_visible()])
     final_loss.legend(fig, runs)
     caption = (
-        f"Final validation loss by peak learning rate for {len(runs)} runs ({runs.seed.nunique()} seeds); lines: means "
+        f"Final validation loss by peak learning rate for {len(runs)} runs ({arms.seeds(runs)}); lines: means "
         f"over seeds; {final_loss.BARS}. {final_loss.CAP} Dashed: no warm-up. Grey: entropies of the evaluated tokens."
         f"{note}"
     )
