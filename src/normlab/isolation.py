@@ -22,7 +22,13 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def isolated(cfg: Config) -> Iterator[None]:
-    """A job inside gives the numbers that it gives alone: seeded, with torch's settings as a new process has them."""
+    """A job inside gives the numbers that it gives alone: seeded, with torch's settings as a new process has them.
+
+    What was there before it is out of the garbage collector's sight from here on, so that the end of each job looks
+    through what the job made, not through every module of the process.
+    """
+    gc.collect()  # the earlier jobs' configs: cycles that would stay for good
+    gc.freeze()
     dtype, benchmark = torch.get_default_dtype(), torch.backends.cudnn.benchmark
     deterministic, grad = torch.get_deterministic_debug_mode(), torch.is_grad_enabled()
     seed_all(cfg.seed)
