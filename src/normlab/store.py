@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,9 @@ LAYERS_SCHEMA = pa.schema(
 )
 
 
+@cache
 def provenance(root: Path) -> dict[str, Any]:
-    """Versions, machine and source revision (None outside a git checkout)."""
+    """Versions, machine and source revision (None outside a git checkout), as this process has loaded them."""
 
     def git(*args: str) -> str | None:
         try:
