@@ -354,33 +354,38 @@ def test_launches_at_once_and_again_leave_every_run_once(tmp_path):
     }
 
 
-def test_the_files_of_conf_may_change_while_a_launch_goes_on(tmp_path):
-    """A job composes its config when it starts: it refuses one that was not checked."""
+@pytest.mark.parametrize("when", ["before the first job", "in the first job"])
+def test_the_files_of_conf_may_change_while_a_launch_goes_on(tmp_path, when):
+    """Jobs run what was checked: a process reads each file once, and a job refuses a config that was not checked."""
     project = tmp_path / "project"
     for folder in ("conf", "sweeps", "experiments"):
         shutil.copytree(ROOT / folder, project / folder)
-    (project / "experiments/train.py").write_text(
-        (ROOT / "experiments/train.py")
-        .read_text()
-        .replace("cli.main(train,", "cli.main(lambda cfg: (edit(), train(cfg))[1],")
-        + "\n"
-    )
     edit = (
-        "def edit():\n"
+        "def edit(result):\n"
         "    file = Path(__file__).resolve().parents[1] / 'conf/optim/adamw.yaml'\n"
-        "    file.write_text(file.read_text().replace('lr: 1.0e-3', 'lr: 1.0e-2'))\n\n"
+        "    file.write_text(file.read_text().replace('lr: 1.0e-3', 'lr: 1.0e-2'))\n"
+        "    return result\n\n"
     )
+    if when == "before the first job":
+        edit += "check = cli.check\ncli.check = lambda *arguments: edit(check(*arguments))\n"
     script = project / "experiments/train.py"
-    script.write_text(script.read_text().replace("if __name__", edit + "if __name__"))
+    text = script.read_text().replace("if __name__", edit + "if __name__")
+    script.write_text(text.replace("main(train,", "main(lambda cfg: edit(train(cfg)),"))
     small = [*TINY, f"runs_dir={tmp_path / 'r'}"]
     done = subprocess.run(
         [sys.executable, str(script), "-m", *small, "seed=0,1"], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 1
-    assert "seed 1:  failed: ConfigError: conf/ or sweeps/ changed after this launch began" in done.stderr
-    (run,) = load(tmp_path / "r").runs.to_dict("records")
-    assert (run["seed"], run["optim.lr"]) == (0, 1e-3)
-    assert {"git_commit", "git_dirty"} <= set(run)
+    assert "lr: 1.0e-2" in (project / "conf/optim/adamw.yaml").read_text()
+    reason = "failed: ConfigError: conf/ or sweeps/ changed after this launch began"
+    refused = [f"seed {seed}:  {reason}" for seed in (0, 1)]
+    if when == "before the first job":
+        assert done.returncode == 1
+        assert all(line in done.stderr for line in refused)
+        return
+    assert done.returncode == 0, done.stderr
+    runs = load(tmp_path / "r").runs
+    assert sorted(zip(runs.seed, runs["optim.lr"], strict=True)) == [(0, 1e-3), (1, 1e-3)]
+    assert {"git_commit", "git_dirty"} <= set(runs)
 
 
 @pytest.mark.parametrize("chdir", ["true", "false"])
