@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from normlab.model import Model
 from normlab.tensors import TensorId, tensors
@@ -61,7 +62,9 @@ class Flat:
                 order += self._of[parameter]
             self._add(group, part)
         self._place = torch.tensor(order).argsort().to(self.device)
-        self._zeros = torch.zeros(_ALIGNED, dtype=entries[0].parameter.dtype, device=self.device)
+        zeros = torch.zeros(_ALIGNED, dtype=entries[0].parameter.dtype, device=self.device)
+        gaps = {p: self.room(p) - p.numel() for p in self.parameters}
+        self._gaps = {p: zeros[:gap] for p, gap in gaps.items() if gap}  # what fills them
 
     @property
     def size(self) -> int:
@@ -88,11 +91,13 @@ class Flat:
         """A value (*lead, *shape) for each of these parameters, None for zeros, as they lie in the buffer: a copy."""
         pieces: list[Tensor] = []
         for parameter, value in zip(parameters, values, strict=True):
-            pieces.append(parameter.new_zeros(*lead, parameter.numel()) if value is None else value.reshape(*lead, -1))
-            gap = self.room(parameter) - parameter.numel()
-            if gap:
-                pieces.append(self._zeros[:gap].expand(*lead, gap))
-        return torch.cat(pieces, dim=-1)
+            pieces.append(parameter.new_zeros(*lead, parameter.numel()) if value is None else value)
+            gap = self._gaps.get(parameter)
+            if gap is not None:
+                pieces.append(gap.expand(*lead, len(gap)))
+        if lead:
+            return torch.cat([piece.reshape(*lead, -1) for piece in pieces], dim=-1)
+        return _flatten_dense_tensors(pieces)
 
     def sums(self, chunk: Chunk, per_row: Tensor) -> Tensor:
         """(..., rows) -> (..., tensors of the chunk), in float64."""
