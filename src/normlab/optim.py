@@ -60,6 +60,8 @@ def make(model: nn.Module, cfg: OptimConfig, shape: ModelConfig) -> torch.optim.
     hidden = [p for name, p in named if p.ndim >= 2 and ".blocks." in name]
     outer = [p for name, p in named if p.ndim >= 2 and ".blocks." not in name]
     m = shape.width_multiple
+    if m == 1:  # one group: each costs some calls of a step
+        hidden, outer = [*hidden, *outer], []
     groups = [
         {"params": hidden, "lr_scale": 1 / m, "weight_decay": cfg.weight_decay * m},
         {"params": outer, "lr_scale": 1.0},
