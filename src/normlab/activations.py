@@ -75,31 +75,27 @@ def merged(stat: str, values: Tensor) -> Tensor:
 
 @contextmanager
 def watching(model: Model) -> Iterator[Seen]:
-    """Record one forward pass of the raw, uncompiled blocks.
+    """Record one forward pass, of the raw modules where the model is compiled.
 
     Leaves hooks, attributes, the running statistics of norms and the random generator as they were.
     """
-    seen, handles, compiled, wrapped = Seen(), [], {}, []
+    seen, handles, wrapped = Seen(), [], []
     statistics = {b: b.clone() for m in model.modules() if isinstance(m, BatchNorm) for b in m.buffers()}
     try:
         for name, stack in model.stacks.items():
             _watch_stream(seen, stack.embed, (name, None, "embed", None), handles)
             for layer, block in enumerate(stack.blocks):
-                if block._compiled_call_impl is not None:
-                    compiled[block], block._compiled_call_impl = block._compiled_call_impl, None
                 assert isinstance(block, Block)
                 _watch_block(seen, block, name, layer, handles, wrapped)
             final = stack.final_norm
             _watch_norm(seen, getattr(final, "norm", final), (name, None, "final_norm", "norm"), handles)
         handles.append(model.register_forward_hook(_keep_logits(seen, list(model.stacks)[-1])))
         devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             yield seen
     finally:
         for handle in handles:
             handle.remove()
-        for block, call in compiled.items():
-            block._compiled_call_impl = call
         for attention in wrapped:
             del attention._mix
         with torch.no_grad():

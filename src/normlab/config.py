@@ -161,7 +161,7 @@ class Config(Section):
     precision: Literal["fp32", "bf16", "fp16"]
     tf32: bool
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"]
-    compile: Literal[False, True, "reduce-overhead"]
+    compile: Literal[False, True, "whole", "reduce-overhead"]
     pack: PositiveInt
     threads: PositiveInt
     runs_dir: Annotated[str, AfterValidator(absolute)]

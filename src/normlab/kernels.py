@@ -96,7 +96,7 @@ def check(cfg: Config) -> None:
     model, device = cfg.model, pick_device(cfg.device)
     if cfg.compile == "reduce-overhead" and device.type != "cuda":
         raise ConfigError(
-            f"compile=reduce-overhead records CUDA graphs: this run's device is {device.type}; accepted: false, true"
+            f"compile=reduce-overhead records CUDA graphs: the device is {device.type}; accepted: false, true, whole"
         )
     if cfg.attention == "auto":
         return

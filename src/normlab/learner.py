@@ -11,7 +11,7 @@ from normlab.distributed import ALONE, Ranks
 from normlab.init import calibrate, initialise
 from normlab.isolation import seed_all
 from normlab.meter import StepMeter, global_norm
-from normlab.model import build, compile_blocks
+from normlab.model import build, compile_blocks, compiled
 from normlab.objective import Batch, Task, micro_batches
 
 
@@ -46,7 +46,10 @@ class Learner:
         self.one = torch.ones((), device=device)
         self.scaler.scale(self.one)  # begins it: a rank may have no sequence of the first batch
         self.graphs = cfg.compile == "reduce-overhead"
-        if cfg.compile:
+        self._objective = self.model.objective
+        if cfg.compile == "whole":
+            self._objective = compiled(self.model)
+        elif cfg.compile:
             compile_blocks(self.model, "reduce-overhead" if self.graphs else None)
 
     def made(self, batch: Batch, lr: float) -> Made:
@@ -96,7 +99,7 @@ class Learner:
         if self.graphs:  # what the graphs of all blocks gave for the last batch has been read
             torch.compiler.cudagraph_mark_step_begin()
         with self.autocast():
-            return self.model.objective(inputs, targets, self.cfg.label_smoothing)
+            return self._objective(inputs, targets, self.cfg.label_smoothing)
 
     def autocast(self) -> torch.autocast:
         narrow = kernels.NARROW.get(self.cfg.precision)
