@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from normlab import composing
 from normlab.init import initialise
 from normlab.meter import StepMeter
-from normlab.model import Model, build, compile_blocks
+from normlab.model import Model, build, compile_blocks, compiled
 
 VOCAB, TOKENS = 256, 512
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +84,19 @@ def ours(shape: Shape, nanogpt: Path | None, arm: type[Arm] = Arm) -> Arm:
     return arm(model, model.loss, lambda: compile_blocks(model))
 
 
+def ours_whole(shape: Shape, nanogpt: Path | None) -> Arm:
+    """As compile=whole has it: the model and its loss are one program."""
+    arm = ours(shape, nanogpt)
+
+    def compile_whole() -> None:
+        assert isinstance(arm.model, Model)
+        objective = compiled(arm.model)
+        arm.loss = lambda x, y: objective(x, y)[0]
+
+    arm.compile = compile_whole
+    return arm
+
+
 def nanogpt(shape: Shape, path: Path | None) -> Arm | None:
     """karpathy/nanoGPT, from a checkout."""
     if path is None:
@@ -145,6 +158,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 ARMS: dict[str, Callable[[Shape, Path | None], Arm | None]] = {
     "normlab": ours,
     "normlab, statistics": partial(ours, arm=Measured),
+    "normlab, whole": ours_whole,
     "nanoGPT": nanogpt,
     "transformers": transformers,
     "x-transformers": x_transformers,

@@ -25,12 +25,25 @@ import page
 from peers import ARMS, TOKENS, Arm, Shape, batch
 
 SHAPES = [Shape(*size, context) for size in ((12, 256), (48, 64), (96, 64), (6, 512)) for context in (64, 256)]
-OURS, MEASURED, NANOGPT = "normlab", "normlab, statistics", "nanoGPT"
+OURS, MEASURED, WHOLE, NANOGPT = "normlab", "normlab, statistics", "normlab, whole", "nanoGPT"
 PEERS = (NANOGPT, "transformers", "x-transformers")
-COMPILED = (64, 2)  # context and threads of the shapes that are compiled too
+COMPILED = (64, 2)  # context and threads of what is compiled
 REPEATS = 7
 SECONDS = 0.4  # of one turn of one arm, at least one step
 COMPILED_PEERS = 12  # blocks up to which every peer is compiled; beyond, for minutes, nanoGPT alone
+COLUMNS = ("ours (ms)", "tokens/s", *PEERS, "statistics", "fastest peer, statistics on")
+COMPILED_COLUMNS = (
+    "whole (ms)", *PEERS, "eager", "blocks (ms)", "nanoGPT over blocks", "eager over blocks", "statistics",
+    "first step, whole (s)", "blocks (s)", "nanoGPT (s)",
+)  # fmt: skip
+ARMS_TOLD = (
+    f"Forward, backward and fused AdamW on {TOKENS} tokens, fp32; GPT-2's form in every arm, vocabulary of 256. "
+    f"Medians of {REPEATS} interleaved repeats of at least {SECONDS} s in one process per row."
+)
+RATIOS_TOLD = (
+    "Ratios: theirs over ours, paired, above 1 where ours is faster. `statistics`: ours with every-step statistics of "
+    "every weight tensor over ours without; the column after it: the fastest peer of the mode over ours with them."
+)
 
 
 def main() -> None:
@@ -38,24 +51,56 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="a checkout of karpathy/nanoGPT")
     parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         print(json.dumps(measure(**json.loads(asked.one), nanogpt=asked.nanogpt)))
         return
+    if "eager" in asked.modes:
+        eager(asked.nanogpt, asked.shapes, asked.threads)
+    if "compiled" in asked.modes:
+        compiled(asked.nanogpt, [where for where in asked.shapes if where.context == COMPILED[0]], COMPILED[1])
+
+
+def eager(nanogpt: Path | None, shapes: Sequence[Shape], threads: Sequence[int]) -> None:
     rows, memory = [], []
-    for where in asked.shapes:
-        for threads in asked.threads:
-            modes = asked.modes or ["eager", *(["compiled"] if (where.context, threads) == COMPILED else [])]
-            found = apart(asked.nanogpt, shape=_told(where), threads=threads, modes=modes)
-            rows += [row(where, threads, mode, found) for mode in modes]
-            print(*rows[-len(modes) :], sep="\n", flush=True)
-        peaks = [apart(asked.nanogpt, shape=_told(where), peak_of=name)["MiB"] for name in (MEASURED, NANOGPT)]
-        memory.append(
-            (where.depth, where.width, where.context, *(f"{p:.0f}" for p in peaks), f"{peaks[0] / peaks[1]:.2f}")
-        )
-    page.write("Training step", told(asked.nanogpt, rows, memory))
+    for where in shapes:
+        for count in threads:
+            found = apart(nanogpt, shape=_told(where), threads=count, modes=["eager"])
+            rows.append((where.depth, where.width, where.context, count, *row("eager", found)))
+            print(rows[-1], flush=True)
+        peaks = [apart(nanogpt, shape=_told(where), peak_of=name)["MiB"] for name in (MEASURED, NANOGPT)]
+        ratio = f"{peaks[0] / peaks[1]:.2f}"
+        memory.append((where.depth, where.width, where.context, *(f"{peak:.0f}" for peak in peaks), ratio))
+    columns = ["depth", "width", "context", "threads", *COLUMNS]
+    peak_columns = ["depth", "width", "context", "ours (MiB)", "nanoGPT (MiB)", "ratio"]
+    lines = [
+        f"{ARMS_TOLD} {RATIOS_TOLD} {versions(nanogpt)}",
+        "",
+        *page.table(columns, rows),
+        "",
+        "Peak memory of three eager steps beyond the imports, ours with statistics, each in a process of its own:",
+        "",
+        *page.table(peak_columns, memory),
+    ]
+    page.write("Training step", lines)
+
+
+def compiled(nanogpt: Path | None, shapes: Sequence[Shape], threads: int) -> None:
+    rows = []
+    for where in shapes:
+        found = apart(nanogpt, shape=_told(where), threads=threads, modes=["eager", "compiled"])
+        rows.append((where.depth, where.width, *compiled_row(found)))
+        print(rows[-1], flush=True)
+    lines = [
+        f"{ARMS_TOLD} Context {COMPILED[0]}, {threads} threads. Ours compiled whole (compile=whole) and block by block "
+        f"(compile=true), the others whole, beyond depth {COMPILED_PEERS} nanoGPT alone. Ratios as above; `eager`: the "
+        f"fastest eager peer. First step: cold, caches off. {versions(nanogpt)}",
+        "",
+        *page.table(["depth", "width", *COMPILED_COLUMNS], rows),
+    ]
+    page.write("Compiled training step", lines)
 
 
 def shape(text: str) -> Shape:
@@ -88,6 +133,8 @@ def measure(
     for mode in modes:
         for name, make in ARMS.items():
             if mode == "compiled" and where.depth > COMPILED_PEERS and name in PEERS and name != NANOGPT:
+                continue
+            if mode == "eager" and name == WHOLE:
                 continue
             arm = make(where, nanogpt)
             if arm is None:
@@ -131,55 +178,47 @@ def peak(name: str, where: Shape, nanogpt: Path | None) -> float:
     return (most() - before) / 2**10
 
 
-def row(where: Shape, threads: int, mode: str, found: dict[str, Any]) -> tuple[object, ...]:
-    """One line of the table: ratios are theirs over ours, above 1 where ours is the faster."""
-    times, first = found["times"], found["first"]
-    ours = times[f"{OURS}, {mode}"]
-
-    def ratio(theirs: Sequence[float] | None, mine: Sequence[float] = ours) -> str:
-        return "" if theirs is None else f"{statistics.median(a / b for a, b in zip(theirs, mine, strict=True)):.2f}"
-
-    def fastest(mode: str) -> Sequence[float] | None:
-        theirs = [times[f"{peer}, {mode}"] for peer in PEERS if f"{peer}, {mode}" in times]
-        return min(theirs, key=statistics.median, default=None)
-
-    measured = times[f"{MEASURED}, {mode}"]
+def row(mode: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """COLUMNS of one mode."""
+    times = found["times"]
+    ours, measured = times[f"{OURS}, {mode}"], times[f"{MEASURED}, {mode}"]
     took = statistics.median(ours)
-    compiled = mode == "compiled"
-    begun = [first.get(f"{name}, compiled") if compiled else None for name in (OURS, NANOGPT)]
+    peers = (ratio(times.get(f"{peer}, {mode}"), ours) for peer in PEERS)
+    told = (ratio(measured, ours), ratio(fastest(times, mode), measured))
+    return f"{took * 1e3:.0f}", f"{TOKENS / took:,.0f}", *peers, *told
+
+
+def compiled_row(found: dict[str, Any]) -> tuple[str, ...]:
+    """COMPILED_COLUMNS."""
+    times = found["times"]
+    whole, blocks, measured = (times[f"{name}, compiled"] for name in (WHOLE, OURS, MEASURED))
+    peers = [times.get(f"{peer}, compiled") for peer in PEERS]
+    eager = fastest(times, "eager")
+    first = [found["first"].get(f"{name}, compiled") for name in (WHOLE, OURS, NANOGPT)]
     return (
-        where.depth, where.width, where.context, threads, mode, f"{took * 1e3:.0f}", f"{TOKENS / took:,.0f}",
-        *(ratio(times.get(f"{peer}, {mode}")) for peer in PEERS),
-        ratio(fastest("eager")) if compiled else "",
-        ratio(measured),
-        ratio(fastest(mode), measured),
-        *("" if time is None else f"{time:.0f}" for time in begun),
+        f"{statistics.median(whole) * 1e3:.0f}", *(ratio(peer, whole) for peer in peers), ratio(eager, whole),
+        f"{statistics.median(blocks) * 1e3:.0f}", ratio(peers[0], blocks), ratio(eager, blocks),
+        ratio(measured, blocks), *("" if time is None else f"{time:.0f}" for time in first),
     )  # fmt: skip
 
 
-def told(nanogpt: Path | None, rows: Sequence[Sequence[object]], memory: Sequence[Sequence[object]]) -> list[str]:
-    """The section of the page."""
+def ratio(theirs: Sequence[float] | None, ours: Sequence[float]) -> str:
+    """Median of the paired ratios, above 1 where ours is the faster; empty where there is none of theirs."""
+    return "" if theirs is None else f"{statistics.median(a / b for a, b in zip(theirs, ours, strict=True)):.2f}"
+
+
+def fastest(times: dict[str, list[float]], mode: str) -> list[float] | None:
+    """Of the peers."""
+    theirs = [times[f"{peer}, {mode}"] for peer in PEERS if f"{peer}, {mode}" in times]
+    return min(theirs, key=statistics.median, default=None)
+
+
+def versions(nanogpt: Path | None) -> str:
     commit = ["git", "-C", str(nanogpt), "rev-parse", "--short", "HEAD"]
-    return [
-        f"Forward, backward and fused AdamW on {TOKENS} tokens, fp32; GPT-2's form in every arm, vocabulary of 256. "
-        f"Medians of {REPEATS} interleaved repeats of at least {SECONDS} s in one process per row; ratios: theirs over "
-        "ours, paired, above 1 where ours is faster. Ours is compiled block by block, the others whole, beyond depth "
-        f"{COMPILED_PEERS} nanoGPT alone. `statistics`: ours with every-step statistics of every weight tensor over "
-        "ours without; the column after it: the fastest peer of the mode over ours with them. First step: cold, caches "
-        "off.",
-        "",
+    return (
         f"{page.where()} nanoGPT {_output(commit)}, transformers {_version('transformers')}, "
-        f"x-transformers {_version('x_transformers')}. Command: `python benchmarks/throughput.py --nanogpt PATH`.",
-        "",
-        *page.table(
-            ["depth", "width", "context", "threads", "mode", "ours (ms)", "tokens/s", *PEERS, "fastest eager peer",
-             "statistics", "fastest peer, statistics on", "first step (s)", "nanoGPT's (s)"], rows,
-        ),
-        "",
-        "Peak memory of three eager steps beyond the imports, ours with statistics, each in a process of its own:",
-        "",
-        *page.table(["depth", "width", "context", "ours (MiB)", "nanoGPT (MiB)", "ratio"], memory),
-    ]  # fmt: skip
+        f"x-transformers {_version('x_transformers')}. Command: `python benchmarks/throughput.py --nanogpt PATH`."
+    )
 
 
 def _output(command: list[str]) -> str:
