@@ -263,11 +263,17 @@ def test_what_may_share_a_pack(tmp_path):
         (["model.placement=normformer"], "Attention"),
         (["model.position=relative"], "RelativeBias"),
         (["model.arch=encoder", "model.segments=2"], "segment"),
+        (["model.width=128", "device=cpu"], "model.width=128; on a CPU packs pay up to 64"),
     ],
 )
 def test_what_trains_alone(tmp_path, overrides, reason):
     assert reason in (pack.alone(tiny(tmp_path, *overrides)) or "")
     assert pack.alone(tiny(tmp_path)) is None
+
+
+@pytest.mark.parametrize(("width", "most"), [(16, 8), (32, 8), (64, 4)])
+def test_no_more_train_at_once_than_pay(width, most):
+    assert pack.most(compose("pack=8", f"model.width={width}", "device=cpu")) == most
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])

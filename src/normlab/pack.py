@@ -14,6 +14,7 @@ from torch import Tensor
 
 from normlab import stacked, task, train
 from normlab.config import Config
+from normlab.device import pick_device
 from normlab.fit import Asked
 from normlab.learner import Made
 from normlab.model import build
@@ -24,12 +25,21 @@ from normlab.train import Record
 
 End = Record | BaseException
 Ended = Callable[[Config, End], object]
+_NARROW, _WIDEST = 32, 64  # widths up to which packs of any size, and small ones, pay on a CPU
+
+
+def most(cfg: Config) -> int:
+    """Runs of this shape that train at once: `pack`, or as many as pay on a CPU (benchmarks/packing.py)."""
+    narrow = pick_device(cfg.device).type != "cpu" or cfg.model.width <= _NARROW
+    return cfg.pack if narrow else min(cfg.pack, 4)
 
 
 def alone(cfg: Config) -> str | None:
     """Why a run trains alone whatever `pack` says; None if it may share a pack."""
     if not cfg.steps:
         return "it makes no steps"
+    if pick_device(cfg.device).type == "cpu" and cfg.model.width > _WIDEST:
+        return f"model.width={cfg.model.width}; on a CPU packs pay up to {_WIDEST}"
     for key, value, packed in (
         ("precision", cfg.precision, "fp32"),
         ("model.dropout", cfg.model.dropout, 0),

@@ -77,7 +77,7 @@ def _lead(folder: Path, first: _Claim, planned: Sequence[Config], *, helping: bo
     with ExitStack() as held:
         claims = {first.path: first}
         for other in _sharing(first.cfg, planned):
-            if len(claims) == first.cfg.pack:
+            if len(claims) == pack.most(first.cfg):
                 break
             taken = held.enter_context(_claimed(folder, other)) if _path(other) not in claims else None
             if taken is not None and not taken.outcome():
