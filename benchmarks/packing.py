@@ -23,7 +23,7 @@ from normlab import composing, pack, train
 from normlab.config import Config
 from normlab.signals import Postponed
 
-WIDTHS, DEPTHS, SIZES = (16, 32, 64), (6, 24), (2, 4, 8)
+WIDTHS, DEPTHS, SIZES = (16, 32, 64, 128), (6, 24), (2, 4, 8)
 REPEATS = 7
 SAMPLE = 24  # steps of runs: a pack of K makes SAMPLE / K of its own
 
