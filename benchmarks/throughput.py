@@ -1,6 +1,6 @@
 """Training-step time of our GPT-2-shaped decoder and of what people would use instead, in turns in one process.
 
-python benchmarks/throughput.py --nanogpt ../nanoGPT       # all shapes, 1 and 2 threads, some compiled too
+python benchmarks/throughput.py --nanogpt ../nanoGPT       # all shapes, 1 and 2 threads; compiled: context 64, 2
 python benchmarks/throughput.py --nanogpt ../nanoGPT --shapes 12,256,64 --threads 1 --modes eager compiled
 
 A shape is depth,width,context. Peers that are not there are left out. transformers is in the lock; x-transformers:
@@ -42,7 +42,7 @@ ARMS_TOLD = (
 )
 RATIOS_TOLD = (
     "Ratios: theirs over ours, paired, above 1 where ours is faster. `statistics`: ours with every-step statistics of "
-    "every weight tensor over ours without; the column after it: the fastest peer of the mode over ours with them."
+    "every weight tensor over ours without; the column after it: the fastest peer over ours with them."
 )
 
 
@@ -60,7 +60,9 @@ def main() -> None:
     if "eager" in asked.modes:
         eager(asked.nanogpt, asked.shapes, asked.threads)
     if "compiled" in asked.modes:
-        compiled(asked.nanogpt, [where for where in asked.shapes if where.context == COMPILED[0]], COMPILED[1])
+        shapes = [where for where in asked.shapes if where.context == COMPILED[0]]
+        if shapes:
+            compiled(asked.nanogpt, shapes, COMPILED[1])
 
 
 def eager(nanogpt: Path | None, shapes: Sequence[Shape], threads: Sequence[int]) -> None:
@@ -68,7 +70,7 @@ def eager(nanogpt: Path | None, shapes: Sequence[Shape], threads: Sequence[int])
     for where in shapes:
         for count in threads:
             found = apart(nanogpt, shape=_told(where), threads=count, modes=["eager"])
-            rows.append((where.depth, where.width, where.context, count, *row("eager", found)))
+            rows.append((where.depth, where.width, where.context, count, *row(found)))
             print(rows[-1], flush=True)
         peaks = [apart(nanogpt, shape=_told(where), peak_of=name)["MiB"] for name in (MEASURED, NANOGPT)]
         ratio = f"{peaks[0] / peaks[1]:.2f}"
@@ -178,13 +180,13 @@ def peak(name: str, where: Shape, nanogpt: Path | None) -> float:
     return (most() - before) / 2**10
 
 
-def row(mode: str, found: dict[str, Any]) -> tuple[str, ...]:
-    """COLUMNS of one mode."""
+def row(found: dict[str, Any]) -> tuple[str, ...]:
+    """COLUMNS."""
     times = found["times"]
-    ours, measured = times[f"{OURS}, {mode}"], times[f"{MEASURED}, {mode}"]
+    ours, measured = times[f"{OURS}, eager"], times[f"{MEASURED}, eager"]
     took = statistics.median(ours)
-    peers = (ratio(times.get(f"{peer}, {mode}"), ours) for peer in PEERS)
-    told = (ratio(measured, ours), ratio(fastest(times, mode), measured))
+    peers = (ratio(times.get(f"{peer}, eager"), ours) for peer in PEERS)
+    told = (ratio(measured, ours), ratio(fastest(times), measured))
     return f"{took * 1e3:.0f}", f"{TOKENS / took:,.0f}", *peers, *told
 
 
@@ -193,7 +195,7 @@ def compiled_row(found: dict[str, Any]) -> tuple[str, ...]:
     times = found["times"]
     whole, blocks, measured = (times[f"{name}, compiled"] for name in (WHOLE, OURS, MEASURED))
     peers = [times.get(f"{peer}, compiled") for peer in PEERS]
-    eager = fastest(times, "eager")
+    eager = fastest(times)
     first = [found["first"].get(f"{name}, compiled") for name in (WHOLE, OURS, NANOGPT)]
     return (
         f"{statistics.median(whole) * 1e3:.0f}", *(ratio(peer, whole) for peer in peers), ratio(eager, whole),
@@ -207,9 +209,9 @@ def ratio(theirs: Sequence[float] | None, ours: Sequence[float]) -> str:
     return "" if theirs is None else f"{statistics.median(a / b for a, b in zip(theirs, ours, strict=True)):.2f}"
 
 
-def fastest(times: dict[str, list[float]], mode: str) -> list[float] | None:
-    """Of the peers."""
-    theirs = [times[f"{peer}, {mode}"] for peer in PEERS if f"{peer}, {mode}" in times]
+def fastest(times: dict[str, list[float]]) -> list[float] | None:
+    """Of the eager peers."""
+    theirs = [times[f"{peer}, eager"] for peer in PEERS if f"{peer}, eager" in times]
     return min(theirs, key=statistics.median, default=None)
 
 

@@ -22,7 +22,7 @@ def test_a_row_compares_arms_of_equal_shape(monkeypatch):
     found = throughput.measure("2,16,16", nanogpt=None, modes=["eager"])
     assert found["times"].keys() == {f"{name}, eager" for name in ("normlab", "normlab, statistics", "transformers")}
     assert all(len(times) == 2 and min(times) > 0 for times in found["times"].values())
-    row = dict(zip(throughput.COLUMNS, throughput.row("eager", found), strict=True))
+    row = dict(zip(throughput.COLUMNS, throughput.row(found), strict=True))
     assert row["nanoGPT"] == ""  # no checkout was given
     assert float(row["transformers"]) > 0
 

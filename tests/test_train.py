@@ -285,6 +285,8 @@ def test_a_compiled_model_gives_the_same_run(tmp_path, what):
     one, two = (load(tmp_path / s).layers for s in ("eager", "compiled"))
     assert one[keys].equals(two[keys])
     # Adam's first updates have the sign of a gradient whose true value is 0 (of k's bias): rounding decides there
-    measured = ~one.stat.isin(["update_norm", "update_ratio", "below_eps"]) & (one.tensor != "k_bias")
+    measured = ~one.stat.isin(["update_norm", "update_ratio", "below_eps"])
+    if what == "whole":
+        measured &= one.tensor != "k_bias"  # and what these updates make of it
     one, two = one[measured], two[measured]
     assert one.value.to_numpy() == pytest.approx(two.value.to_numpy(), rel=5e-3, abs=2e-3, nan_ok=True)
