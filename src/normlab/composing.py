@@ -1,8 +1,8 @@
 """From overrides to configs: Hydra composes, within `conf`; every mistake is one line."""
 
-import copy
 import itertools
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,14 +79,14 @@ def each(wanted: list[list[str]], name: str = "config") -> Iterator[DictConfig]:
     """The config of each job. Hydra composes once for all that choose the same groups: that is what takes it long."""
     settings = set(known_keys(Config))
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    chosen: dict[tuple[str | None, ...], DictConfig] = {}
+    chosen: dict[tuple[str | None, ...], bytes] = {}  # pickled: a sixth of the time of a deep copy
     for overrides in wanted:
         parsed = parser.parse_overrides(overrides)
         plain = [o.type == OverrideType.CHANGE and o.key_or_group in settings and not o.package for o in parsed]
         groups = tuple(o.input_line for o, value in zip(parsed, plain, strict=True) if not value)
         if groups not in chosen:
-            chosen[groups] = one([g for g in groups if g], name)
-        found = copy.deepcopy(chosen[groups])
+            chosen[groups] = pickle.dumps(one([g for g in groups if g], name))
+        found: DictConfig = pickle.loads(chosen[groups])
         try:
             ConfigLoaderImpl._apply_overrides_to_config(list(itertools.compress(parsed, plain)), found)
         except (HydraException, OmegaConfBaseException):
