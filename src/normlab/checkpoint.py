@@ -14,7 +14,7 @@ import torch
 
 from normlab.files import naming, sync_folder, temporary_name
 
-FORMAT = 2
+FORMAT = 3
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 
 

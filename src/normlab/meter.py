@@ -17,7 +17,7 @@ from normlab.tensors import TensorId, tensors
 
 STATS = ("weight_grad_norm", "weight_norm", "update_norm", "update_ratio", "below_eps")
 _ALIGNED = 64  # elements: rows start on cache lines, and parameters where vector instructions like them
-_CHUNK = {"cpu": 2**20}  # elements that are updated and measured at a time: what measuring needs beside the model
+_CHUNK = {"cpu": 2**19}  # elements that are updated and measured at a time: what measuring needs beside the model
 _CHUNK_ELSEWHERE = 2**26
 
 
@@ -211,7 +211,7 @@ class StepMeter:
     @torch.no_grad()
     def gradients(self, scaler: torch.amp.GradScaler | None = None) -> tuple[Tensor, Tensor]:
         """(tensors,) norms of the gradients, unscaled, before any clipping, and counts of their non-finite numbers."""
-        grads = []
+        grads, found = [], []
         for flat, chunk in zip(self.flat, self._flat.chunks, strict=True):
             flat.grad = self._flat.flattened(chunk.parameters, [p.grad for p in chunk.parameters])
             if self._add_up is not None:
@@ -219,10 +219,13 @@ class StepMeter:
             grads.append(flat.grad)
             for parameter in chunk.parameters:
                 parameter.grad = None
+            if scaler is None:  # while they are in the processor's cache
+                found.append(self._flat.norms(chunk, flat.grad))
         if scaler is not None:
             scaler.unscale_(self._optimizer)
-        found = self._flat.ordered(list(map(self._flat.norms, self._flat.chunks, grads)))
-        return found, self._flat.nonfinite(grads, found)
+            found = list(map(self._flat.norms, self._flat.chunks, grads))
+        norms = self._flat.ordered(found)
+        return norms, self._flat.nonfinite(grads, norms)
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> Tensor:
