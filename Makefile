@@ -53,6 +53,7 @@ check: $(VENV)/.installed
 # About an hour on a machine that does nothing else. NANOGPT: a checkout of karpathy/nanoGPT to compare with.
 bench: $(VENV)/.installed
 	$(PY) benchmarks/throughput.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
+	$(PY) benchmarks/peak_memory.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	$(PY) benchmarks/statistics_cost.py
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/scheduling.py

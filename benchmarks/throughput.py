@@ -66,27 +66,15 @@ def main() -> None:
 
 
 def eager(nanogpt: Path | None, shapes: Sequence[Shape], threads: Sequence[int]) -> None:
-    rows, memory = [], []
+    rows = []
     for where in shapes:
         for count in threads:
             found = apart(nanogpt, shape=_told(where), threads=count, modes=["eager"])
             rows.append((where.depth, where.width, where.context, count, *row(found)))
             print(rows[-1], flush=True)
-        peaks = [apart(nanogpt, shape=_told(where), peak_of=name)["MiB"] for name in (MEASURED, NANOGPT)]
-        ratio = f"{peaks[0] / peaks[1]:.2f}"
-        memory.append((where.depth, where.width, where.context, *(f"{peak:.0f}" for peak in peaks), ratio))
+    told = f"{ARMS_TOLD} {RATIOS_TOLD} {versions(nanogpt)}"
     columns = ["depth", "width", "context", "threads", *COLUMNS]
-    peak_columns = ["depth", "width", "context", "ours (MiB)", "nanoGPT (MiB)", "ratio"]
-    lines = [
-        f"{ARMS_TOLD} {RATIOS_TOLD} {versions(nanogpt)}",
-        "",
-        *page.table(columns, rows),
-        "",
-        "Peak memory of three eager steps beyond the imports, ours with statistics, each in a process of its own:",
-        "",
-        *page.table(peak_columns, memory),
-    ]
-    page.write("Training step", lines)
+    page.write("Training step", [told, "", *page.table(columns, rows)])
 
 
 def compiled(nanogpt: Path | None, shapes: Sequence[Shape], threads: int) -> None:
@@ -121,14 +109,10 @@ def apart(nanogpt: Path | None, **spec: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(
-    shape: str, nanogpt: Path | None, threads: int = 1, modes: Sequence[str] = (), peak_of: str = ""
-) -> dict[str, Any]:
-    """Either the peak memory of one arm, or the step times of all arms, seconds by `arm, mode`, a list over repeats."""
+def measure(shape: str, nanogpt: Path | None, threads: int = 1, modes: Sequence[str] = ()) -> dict[str, Any]:
+    """The step times of all arms, seconds by `arm, mode`, a list over repeats, and of each arm's first step."""
     where = globals()["shape"](shape)
     torch.set_num_threads(threads)
-    if peak_of:
-        return {"MiB": peak(peak_of, where, nanogpt)}
     arms: dict[str, Arm] = {}
     compiling: dict[str, float] = {}
     example = batch(where)
@@ -160,24 +144,6 @@ def seconds(arm: Arm, example: tuple[torch.Tensor, torch.Tensor], steps: int) ->
     for _ in range(steps):
         arm.step(example)
     return (time.perf_counter() - begun) / steps
-
-
-def peak(name: str, where: Shape, nanogpt: Path | None) -> float:
-    """MiB that three steps of an arm need at the most, beyond the imports. Linux."""
-
-    def most() -> int:
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-
-    warm = ARMS[name](Shape(1, 16, 16), nanogpt)  # what the libraries allocate once
-    assert warm is not None
-    warm.step(batch(Shape(1, 16, 16)))
-    before = most()
-    arm = ARMS[name](where, nanogpt)
-    assert arm is not None
-    for _ in range(3):
-        arm.step(batch(where))
-    return (most() - before) / 2**10
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:
@@ -215,11 +181,12 @@ def fastest(times: dict[str, list[float]]) -> list[float] | None:
     return min(theirs, key=statistics.median, default=None)
 
 
-def versions(nanogpt: Path | None) -> str:
+def versions(nanogpt: Path | None, script: str = Path(__file__).name) -> str:
+    """The machine, all versions and the command."""
     commit = ["git", "-C", str(nanogpt), "rev-parse", "--short", "HEAD"]
     return (
         f"{page.where()} nanoGPT {_output(commit)}, transformers {_version('transformers')}, "
-        f"x-transformers {_version('x_transformers')}. Command: `python benchmarks/throughput.py --nanogpt PATH`."
+        f"x-transformers {_version('x_transformers')}. Command: `python benchmarks/{script} --nanogpt PATH`."
     )
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 
 import page
+import peak_memory
 import throughput
 from gpu_check import RUN_COLUMNS, Bench
 
@@ -25,6 +26,22 @@ def test_a_row_compares_arms_of_equal_shape(monkeypatch):
     row = dict(zip(throughput.COLUMNS, throughput.row(found), strict=True))
     assert row["nanoGPT"] == ""  # no checkout was given
     assert float(row["transformers"]) > 0
+
+
+def test_a_larger_model_needs_more_memory(monkeypatch):
+    monkeypatch.setattr(peak_memory, "PROCESSES", 1)
+    widths = (64, 512)
+    small, large = (peak_memory.told("normlab, statistics", throughput.Shape(2, w, 64), None) for w in widths)
+    arm = throughput.ARMS["normlab"](throughput.Shape(2, widths[1], 64), None)
+    assert arm is not None
+    states = sum(p.numel() for p in arm.model.parameters())
+    assert small < 0.5 * large
+    assert large > 3 * 4 * states / 2**20  # weights and Adam's two moments, float32
+
+
+def test_memory_is_told_without_a_peer_that_is_not_there():
+    assert peak_memory.row([120.0, 100.0]) == ("120", "100", "1.20")
+    assert peak_memory.row([120.0]) == ("120", "", "")
 
 
 def test_a_section_of_the_page_takes_the_place_of_its_former_self(tmp_path, monkeypatch, capsys):
