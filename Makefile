@@ -50,7 +50,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 
-# About an hour on a machine that does nothing else. NANOGPT: a checkout of karpathy/nanoGPT to compare with.
+# 70 minutes on a machine that does nothing else. NANOGPT: a checkout of karpathy/nanoGPT to compare with.
 bench: $(VENV)/.installed
 	$(PY) benchmarks/throughput.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	$(PY) benchmarks/peak_memory.py $(if $(NANOGPT),--nanogpt $(NANOGPT))

@@ -34,7 +34,9 @@ def main() -> None:
     names = [throughput.MEASURED, *([throughput.NANOGPT] if asked.nanogpt else [])]
     rows = []
     for where in asked.shapes:
-        rows.append((where.depth, where.width, where.context, *row([told(n, where, asked.nanogpt) for n in names])))
+        rows.append(
+            (where.depth, where.width, where.context, *row([apart(name, where, asked.nanogpt) for name in names]))
+        )
         print(rows[-1], flush=True)
     lines = [
         f"The most that {STEPS} eager steps on one thread need beyond the imports, ours with every-step statistics; "
@@ -51,10 +53,9 @@ def row(found: Sequence[float]) -> tuple[str, str, str]:
     return (f"{ours:.0f}", f"{theirs[0]:.0f}", f"{ours / theirs[0]:.2f}") if theirs else (f"{ours:.0f}", "", "")
 
 
-def told(arm: str, where: Shape, nanogpt: Path | None) -> float:
+def apart(arm: str, where: Shape, nanogpt: Path | None) -> float:
     """MiB, median over processes."""
-    shape = f"{where.depth},{where.width},{where.context}"
-    command = [sys.executable, __file__, "--one", arm, shape, *(["--nanogpt", str(nanogpt)] if nanogpt else [])]
+    command = [sys.executable, __file__, "--one", arm, str(where), *(["--nanogpt", str(nanogpt)] if nanogpt else [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = [subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=env) for _ in range(PROCESSES)]
     return statistics.median(json.loads(process.stdout.splitlines()[-1]) for process in done)

@@ -31,6 +31,9 @@ class Shape:
     width: int
     context: int
 
+    def __str__(self) -> str:
+        return f"{self.depth},{self.width},{self.context}"
+
     @property
     def heads(self) -> int:
         return max(self.width // 64, 4)

@@ -69,7 +69,7 @@ def eager(nanogpt: Path | None, shapes: Sequence[Shape], threads: Sequence[int])
     rows = []
     for where in shapes:
         for count in threads:
-            found = apart(nanogpt, shape=_told(where), threads=count, modes=["eager"])
+            found = apart(nanogpt, shape=str(where), threads=count, modes=["eager"])
             rows.append((where.depth, where.width, where.context, count, *row(found)))
             print(rows[-1], flush=True)
     told = f"{ARMS_TOLD} {RATIOS_TOLD} {versions(nanogpt)}"
@@ -80,7 +80,7 @@ def eager(nanogpt: Path | None, shapes: Sequence[Shape], threads: Sequence[int])
 def compiled(nanogpt: Path | None, shapes: Sequence[Shape], threads: int) -> None:
     rows = []
     for where in shapes:
-        found = apart(nanogpt, shape=_told(where), threads=threads, modes=["eager", "compiled"])
+        found = apart(nanogpt, shape=str(where), threads=threads, modes=["eager", "compiled"])
         rows.append((where.depth, where.width, *compiled_row(found)))
         print(rows[-1], flush=True)
     lines = [
@@ -95,10 +95,6 @@ def compiled(nanogpt: Path | None, shapes: Sequence[Shape], threads: int) -> Non
 
 def shape(text: str) -> Shape:
     return Shape(*map(int, text.split(",")))
-
-
-def _told(where: Shape) -> str:
-    return f"{where.depth},{where.width},{where.context}"
 
 
 def apart(nanogpt: Path | None, **spec: Any) -> dict[str, Any]:

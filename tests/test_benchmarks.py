@@ -31,7 +31,7 @@ def test_a_row_compares_arms_of_equal_shape(monkeypatch):
 def test_a_larger_model_needs_more_memory(monkeypatch):
     monkeypatch.setattr(peak_memory, "PROCESSES", 1)
     widths = (64, 512)
-    small, large = (peak_memory.told("normlab, statistics", throughput.Shape(2, w, 64), None) for w in widths)
+    small, large = (peak_memory.apart("normlab, statistics", throughput.Shape(2, w, 64), None) for w in widths)
     arm = throughput.ARMS["normlab"](throughput.Shape(2, widths[1], 64), None)
     assert arm is not None
     states = sum(p.numel() for p in arm.model.parameters())
